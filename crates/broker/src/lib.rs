@@ -1,0 +1,80 @@
+//! The broker: brings publish and fetch together, and ends every one of them on both sides.
+//!
+//! A state machine without I/O and without a clock: [`Broker::handle`] takes what happened,
+//! [`Broker::poll`] gives what is to be done, [`Broker::next_deadline`] says when to call
+//! [`Broker::tick`]. It lives in a crate of its own so that the compiler keeps it so.
+#![forbid(unsafe_code)]
+
+mod io;
+mod peer;
+
+pub use io::{
+    DataCommand, DataEvent, Input, JobId, Micros, Output, PeerAddress, Record, RegionKey, SessionId, Tally,
+};
+pub use peer::PeerMessage;
+
+use kvferry_control::EngineStatus;
+use kvferry_handshake::Policy;
+
+/// What an operator sets.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Our address, `host:port`, as peers know it.
+    pub address: PeerAddress,
+    /// One life of this daemon.
+    pub incarnation: u64,
+    /// Verdict policy.
+    pub policy: Policy,
+    /// A transfer without progress for so long fails.
+    pub deadline_us: Micros,
+    /// A publish that nobody fetches is kept for so long.
+    pub lease_us: Micros,
+    /// Most open publishes and fetches of one rank.
+    pub max_transfers_per_rank: usize,
+    /// Most attached ranks.
+    pub max_ranks: usize,
+}
+
+/// The state machine.
+#[derive(Debug)]
+pub struct Broker {}
+
+impl Broker {
+    /// A broker with nothing attached.
+    pub fn new(config: Config) -> Broker {
+        let _ = config;
+        todo!()
+    }
+
+    /// Takes what happened at `now`.
+    pub fn handle(&mut self, now: Micros, input: Input) {
+        let _ = (now, input);
+        todo!()
+    }
+
+    /// Lets time pass.
+    pub fn tick(&mut self, now: Micros) {
+        let _ = now;
+        todo!()
+    }
+
+    /// The next thing to do, until `None`.
+    pub fn poll(&mut self) -> Option<Output> {
+        todo!()
+    }
+
+    /// When [`Broker::tick`] is due next.
+    pub fn next_deadline(&self) -> Option<Micros> {
+        todo!()
+    }
+
+    /// Everything that must return to where it was: (name, count).
+    pub fn counts(&self) -> Vec<(String, u64)> {
+        todo!()
+    }
+
+    /// The engines attached here.
+    pub fn engines(&self) -> Vec<EngineStatus> {
+        todo!()
+    }
+}
