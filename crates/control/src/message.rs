@@ -66,6 +66,16 @@ pub struct TransferId {
     pub attempt: u32,
 }
 
+impl From<&str> for TransferId {
+    /// The first attempt of a transfer.
+    fn from(id: &str) -> TransferId {
+        TransferId {
+            id: id.to_owned(),
+            attempt: 0,
+        }
+    }
+}
+
 /// What an engine's rank asks of its daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Call {

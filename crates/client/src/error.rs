@@ -1,0 +1,44 @@
+//! Why a call failed.
+
+use std::io;
+use std::path::PathBuf;
+
+use kvferry_control::Fault;
+
+/// Why a call failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// The daemon refused it.
+    #[error(transparent)]
+    Refused(#[from] Fault),
+    /// The daemon is away: it has not come up in the time given, or its connection is lost and not back yet.
+    #[error("no daemon answers at {}: {cause}; start kvferryd, or name its socket", socket.display())]
+    DaemonAway {
+        /// The socket.
+        socket: PathBuf,
+        /// What the last try met.
+        cause: io::Error,
+    },
+    /// The client's side of it failed: a memfd could not be made, or is not what it must be.
+    #[error("{what}: {cause}")]
+    Memory {
+        /// What was tried.
+        what: &'static str,
+        /// What the system said.
+        cause: io::Error,
+    },
+    /// The client was dropped while the call was under way.
+    #[error("the client was closed")]
+    Closed,
+}
+
+impl ClientError {
+    /// Whether trying again unchanged, after a pause, can help.
+    pub fn can_retry(&self) -> bool {
+        match self {
+            ClientError::Refused(fault) => fault.code.can_retry(),
+            ClientError::DaemonAway { .. } => true,
+            ClientError::Memory { .. } | ClientError::Closed => false,
+        }
+    }
+}

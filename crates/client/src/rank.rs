@@ -1,0 +1,150 @@
+//! An attached rank: what an engine's worker works with.
+
+use kvferry_control::{Answer, Call, Event, Fault, Path, Status, TransferId, Welcome};
+use kvferry_handshake::{PageLists, Ready, TokenRange};
+
+use crate::{ClientError, Fetching, Publication, RegionMemory};
+
+/// An attached rank. Clones share one attachment; it ends when the last is dropped.
+#[derive(Clone, Debug)]
+pub struct Rank {}
+
+/// Answer to [`Rank::register`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Registered {
+    /// The registration's generation. The client fills it into page lists by itself.
+    pub generation: u64,
+    /// Paths by which the memory can be reached.
+    pub paths: Vec<Path>,
+}
+
+/// What is ready of a transfer; see [`kvferry_control::Publish`]. Generations are filled in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PublishRequest {
+    /// The transfer.
+    pub transfer: TransferId,
+    /// The whole page lists so far; `None`: as before.
+    pub pages: Option<PageLists>,
+    /// What is ready now.
+    pub ready: Ready,
+    /// Small metadata for the decode engine; `None`: as before.
+    pub metadata: Option<Vec<u8>>,
+    /// How many decode engines will fetch it; at least 1.
+    pub serves: u32,
+}
+
+/// What is wanted of a transfer; see [`kvferry_control::Fetch`]. Generations are filled in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FetchRequest {
+    /// `kvferry://node:port/engine` of the prefill engine.
+    pub source: String,
+    /// The transfer.
+    pub transfer: TransferId,
+    /// The rank's page lists.
+    pub pages: PageLists,
+    /// Tokens wanted: those below `from` are held already.
+    pub tokens: TokenRange,
+    /// The least end that will do.
+    pub least: u64,
+}
+
+/// Something that happened to the attachment.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Notice {
+    /// The daemon tells something; transfers' handles are told too.
+    Event(Event),
+    /// The connection to the daemon is lost; every open transfer has ended with `daemon_restarted`.
+    DaemonLost,
+    /// The daemon is back, and the rank is attached with all its regions again.
+    DaemonBack {
+        /// What it says of itself.
+        welcome: Welcome,
+    },
+    /// The daemon is back and refuses what it accepted before; the client tries again with back-off
+    /// where that can help.
+    Refused {
+        /// Why.
+        cause: Fault,
+    },
+}
+
+/// The attachment's notices, in order. A reader that falls behind by more than 1,024 misses the oldest.
+#[derive(Debug)]
+pub struct Notices {}
+
+impl Rank {
+    /// Hands memory over as region `region`.
+    pub async fn register(&self, region: u16, memory: RegionMemory) -> Result<Registered, ClientError> {
+        let _ = (region, memory);
+        todo!()
+    }
+
+    /// Takes a region back. Once it returns, no byte of it is read or written any more.
+    pub async fn unregister(&self, region: u16) -> Result<(), ClientError> {
+        let _ = region;
+        todo!()
+    }
+
+    /// States what is ready of a transfer; call it again (or [`Publication::update`]) as more becomes ready.
+    pub async fn publish(&self, publish: PublishRequest) -> Result<Publication, ClientError> {
+        let _ = publish;
+        todo!()
+    }
+
+    /// Asks for pages of a transfer.
+    pub async fn fetch(&self, fetch: FetchRequest) -> Result<Fetching, ClientError> {
+        let _ = fetch;
+        todo!()
+    }
+
+    /// Ends a transfer on all ranks. Its handles still report the end, once it is fenced.
+    pub async fn abort(&self, transfer: &TransferId) -> Result<(), ClientError> {
+        let _ = transfer;
+        todo!()
+    }
+
+    /// A fetch will come: renews the publish's lease.
+    pub async fn expect(&self, source: &str, transfer: &TransferId) -> Result<(), ClientError> {
+        let _ = (source, transfer);
+        todo!()
+    }
+
+    /// No fetch will come: ends the publish's lease.
+    pub async fn decline(&self, source: &str, transfer: &TransferId) -> Result<(), ClientError> {
+        let _ = (source, transfer);
+        todo!()
+    }
+
+    /// What the daemon is doing.
+    pub async fn status(&self) -> Result<Status, ClientError> {
+        todo!()
+    }
+
+    /// Makes a call as it stands: for tests of what a daemon refuses. Nothing is filled in or remembered.
+    pub async fn call(&self, call: Call) -> Result<Answer, ClientError> {
+        let _ = call;
+        todo!()
+    }
+
+    /// What happens from now on.
+    pub fn notices(&self) -> Notices {
+        todo!()
+    }
+
+    /// What the daemon says of itself; of its latest life.
+    pub fn welcome(&self) -> Welcome {
+        todo!()
+    }
+
+    /// Waits until the rank is attached with all its regions: at once unless the daemon is away.
+    pub async fn ready(&self) -> Result<(), ClientError> {
+        todo!()
+    }
+}
+
+impl Notices {
+    /// The next notice; `None` once the attachment has ended.
+    pub async fn next(&mut self) -> Option<Notice> {
+        todo!()
+    }
+}
