@@ -1,1 +1,25 @@
-//! stub
+//! Regions, the local and TCP paths, lanes, completion and fencing: the part of the daemon that moves bytes.
+//!
+//! [`DataPlane`] owns the engines' mapped memory and all threads that touch it. The broker decides what
+//! is to move and starts *jobs*; the data plane moves their chunks, by a copy within the node or over TCP
+//! lanes to the peer's data plane, reports through one sink of [`Event`]s, and fences a job when it is
+//! closed: after [`Event::Closed`] no byte lands in or leaves the job's pages.
+//!
+//! Plain threads and no async runtime: one thread per lane end, a small pool for local copies, a listener
+//! and a steward that watches time.
+
+#![deny(unsafe_code)]
+
+mod config;
+mod event;
+mod message;
+mod plane;
+mod process;
+mod region;
+
+pub use config::{Config, LaneTls, StartError};
+pub use event::{Event, JobId, PeerTraffic, Tally};
+pub use message::{LaneMessage, Token};
+pub use plane::DataPlane;
+pub use process::{EngineProcess, ProcessError};
+pub use region::{RegionKey, RegisterError};

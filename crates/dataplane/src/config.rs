@@ -1,0 +1,87 @@
+//! What an operator sets, and why a start can fail.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Settings of a data plane.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Where lanes are accepted: the data port. Port 0 takes any free one.
+    pub listen: SocketAddr,
+    /// Most lanes to one peer, in each direction; at least 1.
+    pub lanes_per_peer: usize,
+    /// Threads that copy within the node; at least 1.
+    pub copy_threads: usize,
+    /// Send a CRC32C with each chunk.
+    pub checksum: bool,
+    /// A lane that was not used for so long is closed.
+    pub idle: Duration,
+    /// A lane on which bytes are due and nothing moves for so long is destroyed and opened again.
+    pub stall: Duration,
+    /// How long an answer about a lane is awaited before it is asked for again.
+    pub answer: Duration,
+    /// A connection to the data port that has not shown its token for so long is dropped.
+    pub hello: Duration,
+    /// Most connections that have not shown their token; the oldest gives way.
+    pub max_unproven: usize,
+    /// Encrypts lanes.
+    pub tls: Option<LaneTls>,
+}
+
+/// Certificates for encrypted lanes.
+#[derive(Clone, Debug)]
+pub struct LaneTls {
+    /// For the sending end, which connects. The server is named by its IP address.
+    pub client: Arc<rustls::ClientConfig>,
+    /// For the receiving end, which accepts.
+    pub server: Arc<rustls::ServerConfig>,
+}
+
+/// Why a data plane did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The data port cannot be bound.
+    #[error("data port {address}: {source}; choose a free port or another address")]
+    Listen {
+        /// Where.
+        address: SocketAddr,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A thread or fd could not be had.
+    #[error("{what}: {source}")]
+    Resources {
+        /// What was needed.
+        what: &'static str,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A setting is out of its bounds.
+    #[error("{field} is {value}; it must be at least {least}")]
+    Setting {
+        /// Field of [`Config`].
+        field: &'static str,
+        /// What it is.
+        value: usize,
+        /// What it must be.
+        least: usize,
+    },
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
+            lanes_per_peer: 4,
+            copy_threads: 2,
+            checksum: false,
+            idle: Duration::from_secs(30),
+            stall: Duration::from_secs(10),
+            answer: Duration::from_secs(1),
+            hello: Duration::from_secs(5),
+            max_unproven: 256,
+            tls: None,
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! What the data plane reports.
+
+use std::sync::Arc;
+
+use kvferry_handshake::Code;
+
+use crate::LaneMessage;
+
+/// A job; never reused within a daemon's life. A receive job's number is also the slot that the sending
+/// data plane names in its chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct JobId(pub u64);
+
+/// Something that the data plane reports. The sink is called from the data plane's threads and from
+/// within calls of [`crate::DataPlane`]; it must not block.
+#[derive(Debug)]
+pub enum Event {
+    /// Send this to the peer's data plane through the daemons' channel. It may be lost, doubled or late.
+    ToPeer {
+        /// To whom.
+        peer: Arc<str>,
+        /// What.
+        message: LaneMessage,
+    },
+    /// Bytes landed or acknowledged so far: some ten times a second at most, and when a job starts to move.
+    Progress {
+        /// Job.
+        job: JobId,
+        /// Bytes.
+        bytes: u64,
+    },
+    /// Every chunk up to the final end landed and is visible, or was acknowledged by the receiver.
+    Complete {
+        /// Job.
+        job: JobId,
+    },
+    /// The job cannot go on and stopped; [`crate::DataPlane::close`] is still due.
+    Failed {
+        /// Job.
+        job: JobId,
+        /// Stable code.
+        code: Code,
+        /// What is wrong and what to do.
+        message: String,
+    },
+    /// Fenced and forgotten: no byte lands in or leaves the job's pages any more.
+    Closed {
+        /// Job.
+        job: JobId,
+        /// What was done.
+        tally: Tally,
+    },
+}
+
+/// What a job did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Bytes landed or acknowledged.
+    pub bytes: u64,
+    /// Contiguous ranges on this side.
+    pub moves: u64,
+    /// Bytes through a bounce buffer, because memory could not be mapped.
+    pub bounced: u64,
+    /// Chunks sent again.
+    pub resent: u64,
+}
+
+/// What went to and came from one peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerTraffic {
+    /// The peer.
+    pub peer: Arc<str>,
+    /// Open lanes, both directions.
+    pub lanes: u64,
+    /// Payload bytes sent and acknowledged.
+    pub sent_bytes: u64,
+    /// Payload bytes received and landed.
+    pub received_bytes: u64,
+    /// Chunks sent again.
+    pub resent_chunks: u64,
+    /// Lanes that broke.
+    pub lost_lanes: u64,
+}
