@@ -31,10 +31,13 @@
 //! again with back-off, attaches and registers again by itself: it keeps the envelope and the memory.
 #![forbid(unsafe_code)]
 
+mod backoff;
 mod client;
 mod error;
+mod link;
 mod memory;
 mod rank;
+mod socket;
 mod transfer;
 
 pub use client::Client;

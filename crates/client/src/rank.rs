@@ -1,13 +1,18 @@
 //! An attached rank: what an engine's worker works with.
 
-use kvferry_control::{Answer, Call, Event, Fault, Path, Status, TransferId, Welcome};
+use kvferry_control::{Answer, Call, Event, Fault, Fetch, Path, Publish, Status, TransferId, Welcome};
 use kvferry_handshake::{PageLists, Ready, TokenRange};
+use tokio::sync::broadcast;
 
+use crate::client::Handle;
+use crate::link::Command;
 use crate::{ClientError, Fetching, Publication, RegionMemory};
 
 /// An attached rank. Clones share one attachment; it ends when the last is dropped.
 #[derive(Clone, Debug)]
-pub struct Rank {}
+pub struct Rank {
+    handle: Handle,
+}
 
 /// Answer to [`Rank::register`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,8 +65,7 @@ pub enum Notice {
         /// What it says of itself.
         welcome: Welcome,
     },
-    /// The daemon is back and refuses what it accepted before; the client tries again with back-off
-    /// where that can help.
+    /// The daemon is back and refuses what it accepted before; the client tries again with back-off.
     Refused {
         /// Why.
         cause: Fault,
@@ -70,81 +74,151 @@ pub enum Notice {
 
 /// The attachment's notices, in order. A reader that falls behind by more than 1,024 misses the oldest.
 #[derive(Debug)]
-pub struct Notices {}
+pub struct Notices {
+    receiver: Option<broadcast::Receiver<Notice>>,
+}
 
 impl Rank {
+    pub(crate) fn new(handle: Handle) -> Rank {
+        Rank { handle }
+    }
+
     /// Hands memory over as region `region`.
     pub async fn register(&self, region: u16, memory: RegionMemory) -> Result<Registered, ClientError> {
-        let _ = (region, memory);
-        todo!()
+        self.handle
+            .ask(|reply| Command::Register {
+                region,
+                memory,
+                reply,
+            })
+            .await
     }
 
     /// Takes a region back. Once it returns, no byte of it is read or written any more.
     pub async fn unregister(&self, region: u16) -> Result<(), ClientError> {
-        let _ = region;
-        todo!()
+        self.handle
+            .ask(|reply| Command::Unregister { region, reply })
+            .await
     }
 
     /// States what is ready of a transfer; call it again (or [`Publication::update`]) as more becomes ready.
     pub async fn publish(&self, publish: PublishRequest) -> Result<Publication, ClientError> {
-        let _ = publish;
-        todo!()
+        let PublishRequest {
+            transfer,
+            pages,
+            ready,
+            metadata,
+            serves,
+        } = publish;
+        let call = Call::Publish(Publish {
+            transfer: transfer.clone(),
+            pages,
+            generations: Vec::new(),
+            ready,
+            metadata,
+            serves,
+        });
+        let id = transfer.clone();
+        let state = self
+            .handle
+            .ask(|reply| Command::Transfer {
+                call,
+                transfer,
+                reply,
+            })
+            .await?;
+        Ok(Publication::new(self.clone(), id, serves, state))
     }
 
     /// Asks for pages of a transfer.
     pub async fn fetch(&self, fetch: FetchRequest) -> Result<Fetching, ClientError> {
-        let _ = fetch;
-        todo!()
+        let FetchRequest {
+            source,
+            transfer,
+            pages,
+            tokens,
+            least,
+        } = fetch;
+        let call = Call::Fetch(Fetch {
+            source,
+            transfer: transfer.clone(),
+            pages,
+            generations: Vec::new(),
+            tokens,
+            least,
+        });
+        let id = transfer.clone();
+        let state = self
+            .handle
+            .ask(|reply| Command::Transfer {
+                call,
+                transfer,
+                reply,
+            })
+            .await?;
+        Ok(Fetching::new(self.clone(), id, state))
     }
 
     /// Ends a transfer on all ranks. Its handles still report the end, once it is fenced.
     pub async fn abort(&self, transfer: &TransferId) -> Result<(), ClientError> {
-        let _ = transfer;
-        todo!()
+        let transfer = transfer.clone();
+        self.call(Call::Abort { transfer }).await.map(drop)
     }
 
     /// A fetch will come: renews the publish's lease.
     pub async fn expect(&self, source: &str, transfer: &TransferId) -> Result<(), ClientError> {
-        let _ = (source, transfer);
-        todo!()
+        let (source, transfer) = (source.to_owned(), transfer.clone());
+        self.call(Call::Expect { source, transfer }).await.map(drop)
     }
 
     /// No fetch will come: ends the publish's lease.
     pub async fn decline(&self, source: &str, transfer: &TransferId) -> Result<(), ClientError> {
-        let _ = (source, transfer);
-        todo!()
+        let (source, transfer) = (source.to_owned(), transfer.clone());
+        self.call(Call::Decline { source, transfer }).await.map(drop)
     }
 
     /// What the daemon is doing.
     pub async fn status(&self) -> Result<Status, ClientError> {
-        todo!()
+        self.handle.status().await
     }
 
     /// Makes a call as it stands: for tests of what a daemon refuses. Nothing is filled in or remembered.
     pub async fn call(&self, call: Call) -> Result<Answer, ClientError> {
-        let _ = call;
-        todo!()
+        self.handle.call(call).await
     }
 
     /// What happens from now on.
     pub fn notices(&self) -> Notices {
-        todo!()
+        Notices {
+            receiver: self.handle.notices.upgrade().map(|notices| notices.subscribe()),
+        }
     }
 
     /// What the daemon says of itself; of its latest life.
     pub fn welcome(&self) -> Welcome {
-        todo!()
+        self.handle.presence.borrow().welcome.clone()
     }
 
     /// Waits until the rank is attached with all its regions: at once unless the daemon is away.
     pub async fn ready(&self) -> Result<(), ClientError> {
-        todo!()
+        let mut presence = self.handle.presence.clone();
+        let up = presence.wait_for(|presence| presence.up).await;
+        up.map(drop).map_err(|_| ClientError::Closed)
     }
 }
 
 impl Notices {
     /// The next notice; `None` once the attachment has ended.
     pub async fn next(&mut self) -> Option<Notice> {
-        todo!()
+        let receiver = self.receiver.as_mut()?;
+        loop {
+            match receiver.recv().await {
+                Ok(notice) => return Some(notice),
+                Err(broadcast::error::RecvError::Lagged(missed)) => {
+                    tracing::warn!(missed, "notices were not read in time");
+                }
+                Err(broadcast::error::RecvError::Closed) => return None,
+            }
+        }
     }
 }

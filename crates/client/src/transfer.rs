@@ -1,17 +1,29 @@
 //! Handles of transfers under way. Dropping one does not end its transfer.
 
 use kvferry_control::{Fault, Report, TransferId};
-use kvferry_handshake::{PageLists, Ready};
+use kvferry_handshake::{Code, PageLists, Ready};
+use tokio::sync::watch;
 
-use crate::ClientError;
+use crate::{ClientError, PublishRequest, Rank};
 
 /// A publish under way.
 #[derive(Clone, Debug)]
-pub struct Publication {}
+pub struct Publication {
+    /// Keeps the attachment, without which the transfer would end.
+    rank: Rank,
+    transfer: TransferId,
+    serves: u32,
+    state: watch::Receiver<TransferState>,
+}
 
 /// A fetch under way.
 #[derive(Clone, Debug)]
-pub struct Fetching {}
+pub struct Fetching {
+    /// Keeps the attachment, without which the transfer would end.
+    _rank: Rank,
+    transfer: TransferId,
+    state: watch::Receiver<TransferState>,
+}
 
 /// A transfer that ended well, and is fenced.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,10 +57,33 @@ pub struct Progress {
     pub total: u64,
 }
 
+/// What is known of a transfer.
+#[derive(Debug, Default)]
+pub(crate) struct TransferState {
+    /// The daemon took the first call.
+    pub(crate) accepted: bool,
+    pub(crate) progress: Progress,
+    pub(crate) end: Option<Result<Delivered, Failed>>,
+}
+
 impl Publication {
+    pub(crate) fn new(
+        rank: Rank,
+        transfer: TransferId,
+        serves: u32,
+        state: watch::Receiver<TransferState>,
+    ) -> Publication {
+        Publication {
+            rank,
+            transfer,
+            serves,
+            state,
+        }
+    }
+
     /// The transfer.
     pub fn transfer(&self) -> &TransferId {
-        todo!()
+        &self.transfer
     }
 
     /// States that more is ready; with longer page lists or metadata where they are new.
@@ -58,46 +93,81 @@ impl Publication {
         pages: Option<PageLists>,
         metadata: Option<Vec<u8>>,
     ) -> Result<(), ClientError> {
-        let _ = (ready, pages, metadata);
-        todo!()
+        let publish = PublishRequest {
+            transfer: self.transfer.clone(),
+            pages,
+            ready,
+            metadata,
+            serves: self.serves,
+        };
+        self.rank.publish(publish).await.map(drop)
     }
 
     /// How far it is.
     pub fn progress(&self) -> Progress {
-        todo!()
+        self.state.borrow().progress.clone()
     }
 
     /// Waits until more is done than `seen`, or the transfer ended.
     pub async fn moved_on(&self, seen: &Progress) -> Progress {
-        let _ = seen;
-        todo!()
+        moved_on(self.state.clone(), seen).await
     }
 
     /// Waits for the end: after it no byte leaves the pages.
     pub async fn ended(&self) -> Result<Delivered, Failed> {
-        todo!()
+        ended(self.state.clone()).await
     }
 }
 
 impl Fetching {
+    pub(crate) fn new(rank: Rank, transfer: TransferId, state: watch::Receiver<TransferState>) -> Fetching {
+        Fetching {
+            _rank: rank,
+            transfer,
+            state,
+        }
+    }
+
     /// The transfer.
     pub fn transfer(&self) -> &TransferId {
-        todo!()
+        &self.transfer
     }
 
     /// How far it is.
     pub fn progress(&self) -> Progress {
-        todo!()
+        self.state.borrow().progress.clone()
     }
 
     /// Waits until more is done than `seen`, or the transfer ended.
     pub async fn moved_on(&self, seen: &Progress) -> Progress {
-        let _ = seen;
-        todo!()
+        moved_on(self.state.clone(), seen).await
     }
 
     /// Waits for the end: after `Ok` every byte may be read, after either no byte lands any more.
     pub async fn ended(&self) -> Result<Delivered, Failed> {
-        todo!()
+        ended(self.state.clone()).await
     }
+}
+
+async fn moved_on(mut state: watch::Receiver<TransferState>, seen: &Progress) -> Progress {
+    // An error means that the state changes no more.
+    let _ = state
+        .wait_for(|state| state.end.is_some() || state.progress != *seen)
+        .await;
+    state.borrow_and_update().progress.clone()
+}
+
+async fn ended(mut state: watch::Receiver<TransferState>) -> Result<Delivered, Failed> {
+    if let Ok(state) = state.wait_for(|state| state.end.is_some()).await
+        && let Some(end) = &state.end
+    {
+        return end.clone();
+    }
+    Err(Failed {
+        cause: Fault::new(
+            Code::DaemonRestarted,
+            "the client was closed before the transfer ended",
+        ),
+        report: Report::default(),
+    })
 }

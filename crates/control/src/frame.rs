@@ -227,6 +227,12 @@ impl FrameWriter {
         Ok(())
     }
 
+    /// Drops what is not written: the other end takes no more.
+    pub fn clear(&mut self) {
+        self.queue.clear();
+        self.queued = 0;
+    }
+
     /// Bytes not written yet.
     pub fn queued(&self) -> usize {
         self.queued

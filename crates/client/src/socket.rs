@@ -1,0 +1,104 @@
+//! The Unix socket, driven by tokio.
+
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use kvferry_control::{
+    Fds, Frame, FrameError, FrameReader, FrameWriter, HIGHEST_VERSION, LOWEST_VERSION, MAX_FRAME, Request,
+    Response, Welcome, decode, encode,
+};
+use kvferry_handshake::Code;
+use tokio::io::Interest;
+use tokio::net::UnixStream;
+
+use crate::{ClientError, Fault};
+
+/// A daemon that accepts but does not answer `Hello` for so long counts as away.
+const HELLO_PATIENCE: Duration = Duration::from_secs(10);
+
+/// A connection on which both sides said `Hello`. Reading and writing are apart so that one may wait for
+/// the other.
+#[derive(Debug)]
+pub(crate) struct Socket {
+    pub(crate) stream: UnixStream,
+    pub(crate) reader: FrameReader,
+    pub(crate) writer: FrameWriter,
+}
+
+impl Socket {
+    /// Connects once and greets.
+    pub(crate) async fn open(path: &Path) -> Result<(Socket, Welcome), ClientError> {
+        let away = |cause| ClientError::DaemonAway {
+            socket: path.to_owned(),
+            cause,
+        };
+        let greeted = tokio::time::timeout(HELLO_PATIENCE, greet(path)).await;
+        match greeted {
+            Ok(Ok(Ok(pair))) => Ok(pair),
+            Ok(Ok(Err(fault))) => Err(ClientError::Refused(fault)),
+            Ok(Err(cause)) => Err(away(cause)),
+            Err(_) => Err(away(io::Error::new(
+                io::ErrorKind::TimedOut,
+                "connected, but not answered",
+            ))),
+        }
+    }
+}
+
+async fn greet(path: &Path) -> io::Result<Result<(Socket, Welcome), Fault>> {
+    let mut socket = Socket {
+        stream: UnixStream::connect(path).await?,
+        reader: FrameReader::new(MAX_FRAME),
+        writer: FrameWriter::new(),
+    };
+    let hello = Request::Hello {
+        lowest: LOWEST_VERSION,
+        highest: HIGHEST_VERSION,
+    };
+    let hello = encode(&hello).map_err(io::Error::other)?;
+    socket.writer.push(hello, None).map_err(io::Error::other)?;
+    // A daemon that refuses says so unasked and closes: the answer counts, not whether the greeting went out.
+    let written = write(&socket.stream, &mut socket.writer).await;
+    let answer = match read(&socket.stream, &mut socket.reader).await? {
+        Ok(Some(response)) => response,
+        Ok(None) => return Err(written.err().unwrap_or_else(closed)),
+        Err(error) => return Ok(Err(error.into())),
+    };
+    Ok(match answer {
+        Response::Hello(Ok(welcome)) => Ok((socket, welcome)),
+        Response::Hello(Err(fault)) => Err(fault),
+        _ => Err(Fault::new(
+            Code::ProtocolViolation,
+            "the daemon's first frame is no answer to Hello",
+        )),
+    })
+}
+
+fn closed() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "the daemon closed the connection")
+}
+
+/// The next message; `None` at the end of the stream. May be dropped and called again without loss.
+pub(crate) async fn read(
+    stream: &UnixStream,
+    reader: &mut FrameReader,
+) -> io::Result<Result<Option<Response>, FrameError>> {
+    let frame = stream
+        .async_io(Interest::READABLE, || reader.read(stream))
+        .await?;
+    Ok(match frame {
+        Err(error) => Err(error),
+        Ok(None) => Ok(None),
+        // A daemon sends no fds; what comes is closed.
+        Ok(Some(Frame {
+            payload,
+            fds: Fds::None | Fds::One(_) | Fds::Several,
+        })) => decode(&payload).map(Some).map_err(FrameError::from),
+    })
+}
+
+/// Writes what is queued. May be dropped and called again without loss.
+pub(crate) async fn write(stream: &UnixStream, writer: &mut FrameWriter) -> io::Result<()> {
+    stream.async_io(Interest::WRITABLE, || writer.write(stream)).await
+}
