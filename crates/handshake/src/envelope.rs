@@ -4,6 +4,8 @@
 //! (component, layer, part, token, head) to a row of bytes. Strides are the truth; a layout name
 //! such as NHD is a label that [`crate::layout`] makes from them.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use crate::element::Element;
@@ -67,6 +69,10 @@ pub struct PageGroup {
     pub page_size: u32,
     /// Pages (or slots) in the pool of each rank; page ids are below it.
     pub pool_pages: u32,
+    /// Position of the page group whose pool this group draws its page ids from: its own position,
+    /// unless groups share a pool (vLLM's hybrid allocator). A page id of a shared pool belongs to one
+    /// group at a time, so the rows of the groups that share it may lie over each other.
+    pub pool: u16,
 }
 
 /// One kind of cached data. Components of a pair are matched by name.
@@ -259,6 +265,11 @@ impl Dcp {
         interleave: 1,
     };
 
+    /// Whether both split tokens alike; the interleave of a split over one rank means nothing.
+    pub fn same(&self, other: Dcp) -> bool {
+        *self == other || (self.size == 1 && other.size == 1)
+    }
+
     /// The DCP rank that holds `token`.
     pub fn owner(&self, token: u64) -> u32 {
         let block = token / u64::from(self.interleave);
@@ -283,5 +294,72 @@ impl Dcp {
     pub fn global(&self, rank: u32, local: u64) -> u64 {
         let (g, n) = (u64::from(self.interleave), u64::from(self.size));
         local / g * (g * n) + u64::from(rank) * g + local % g
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Role::Prefill => "prefill",
+            Role::Decode => "decode",
+            Role::Both => "both",
+        })
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Kind::Kv => "kv",
+            Kind::Latent => "latent",
+            Kind::Window => "window",
+            Kind::Indexer => "indexer",
+            Kind::Scales => "scales",
+            Kind::State => "state",
+        })
+    }
+}
+
+impl fmt::Display for Unit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Unit::Token => "token",
+            Unit::Page => "page",
+            Unit::Slot => "slot",
+        })
+    }
+}
+
+impl fmt::Display for Scales {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Scales::None => f.write_str("none"),
+            Scales::Model => f.write_str("model"),
+            Scales::Component(name) => write!(f, "component {name}"),
+            Scales::Inline => f.write_str("inline"),
+        }
+    }
+}
+
+impl fmt::Display for Dcp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.size {
+            1 => f.write_str("1"),
+            size => write!(f, "{size} (interleave {})", self.interleave),
+        }
+    }
+}
+
+impl fmt::Display for HeadSpan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.count {
+            1 => write!(f, "{}", self.first),
+            _ => write!(
+                f,
+                "{}-{}",
+                self.first,
+                (u64::from(self.first) + u64::from(self.count)).saturating_sub(1)
+            ),
+        }
     }
 }

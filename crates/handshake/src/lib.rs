@@ -8,7 +8,11 @@
 mod catalogue;
 mod element;
 mod envelope;
+mod launch;
+pub mod limits;
+mod shape;
 mod transfer;
+mod validate;
 mod verdict;
 
 pub use catalogue::{Area, Code, Entry, Retry};
@@ -17,5 +21,8 @@ pub use envelope::{
     Component, Dcp, Envelope, HeadSpan, Identity, Kind, PageGroup, Part, Placement, Rank, Role, Scales,
     Strides, Unit,
 };
+pub use launch::{Allocation, Launch, LaunchError, Order, Padding, Stages};
+pub use shape::{Cached, ModelShape};
 pub use transfer::{ABSENT, PageLists, Ready, TokenRange};
+pub use validate::{EnvelopeFault, InvalidEnvelope};
 pub use verdict::{Mismatch, Outcome, Policy, Verdict};
