@@ -100,7 +100,7 @@ codes! {
     ElementUnresolved = "element_unresolved", Verdict, No {
         means: "The element type is `auto`: nobody has said what the bytes are.",
         trigger: "An envelope made before the engine resolved its KV cache dtype.",
-        fix: "State the resolved type (bf16, fp16, fp8_e4m3, ...).",
+        fix: "State the resolved type (bf16, fp16, fp8_e4m3, ...), or start the engine with it: SGLang --kv-cache-dtype, vLLM --kv-cache-dtype.",
     }
     ElementType = "element_type", Verdict, No {
         means: "The two sides store different element types.",
@@ -115,27 +115,27 @@ codes! {
     Layout = "layout", Verdict, No {
         means: "Token, head and byte are ordered differently inside a page.",
         trigger: "NHD against HND.",
-        fix: "Set the same layout on both (vLLM: VLLM_KV_CACHE_LAYOUT), or allow bridging.",
+        fix: "Set the same layout on both (vLLM: VLLM_KV_CACHE_LAYOUT=NHD or HND; SGLang: an attention backend of the same layout), or allow bridging.",
     }
     DcpTopology = "dcp_topology", Verdict, No {
         means: "Tokens are split over decode context-parallel ranks differently.",
         trigger: "DCP sizes or interleaves that differ, other than 1 -> N for latent components.",
-        fix: "Set the same DCP size and interleave on both (vLLM --decode-context-parallel-size), or allow bridging.",
+        fix: "Set the same DCP size and interleave on both (SGLang --dcp-size, whose interleave is 1; vLLM --decode-context-parallel-size and --cp-kv-cache-interleave-size), or allow bridging.",
     }
     DcpNeedsLatent = "dcp_needs_latent", Verdict, No {
         means: "DCP 1 -> N is allowed for latent components only.",
         trigger: "A prefill engine without DCP and a decode engine with it, for per-head data.",
-        fix: "Set the same DCP size on both, or allow bridging.",
+        fix: "Set the same DCP size on both (SGLang --dcp-size, vLLM --decode-context-parallel-size), or allow bridging.",
     }
     PrefillContextParallel = "prefill_context_parallel", Verdict, No {
         means: "Decode context parallelism needs a prefill context-parallel size of 1.",
-        trigger: "Prefill CP above 1 with DCP on either side, or prefill CP sizes that leave tokens split in an undescribed order.",
-        fix: "Start the prefill engine with a context-parallel size of 1.",
+        trigger: "A prefill context-parallel size above 1 on either side while either side splits tokens over DCP ranks. Without DCP any size will do: every rank holds all tokens.",
+        fix: "Set the prefill context-parallel size to 1 on both (SGLang --attn-cp-size 1, vLLM --prefill-context-parallel-size 1), or start both without DCP.",
     }
     Components = "components", Verdict, No {
         means: "One side caches a component that the other does not.",
         trigger: "A draft model, scales or indexer keys on one side only.",
-        fix: "Start both engines with the same model features (speculative decoding, KV quantisation scales, sparse attention).",
+        fix: "Start both engines with the same model features: speculative decoding (SGLang --speculative-algorithm, vLLM --speculative-config), KV quantisation (--kv-cache-dtype), sparse attention.",
     }
     ComponentKind = "component_kind", Verdict, No {
         means: "A component of one name is of another kind, unit or window on the other side.",
@@ -150,7 +150,7 @@ codes! {
     Scales = "scales", Verdict, No {
         means: "Quantisation scales live in different places.",
         trigger: "Scales in the checkpoint on one side and in the cache on the other.",
-        fix: "Use the same KV quantisation scheme on both.",
+        fix: "Use the same KV quantisation scheme on both (SGLang --kv-cache-dtype and --quantization-param-path, vLLM --kv-cache-dtype).",
     }
     Layers = "layers", Verdict, No {
         means: "A component's global layer ids differ.",
@@ -160,12 +160,12 @@ codes! {
     PageGroups = "page_groups", Verdict, No {
         means: "Components share page lists on one side and not on the other.",
         trigger: "Page groups composed differently.",
-        fix: "Use the same framework settings for hybrid models on both sides, or allow bridging.",
+        fix: "Use the same settings for hybrid models on both (SGLang --disable-hybrid-swa-memory, vLLM --disable-hybrid-kv-cache-manager), or allow bridging.",
     }
     OpaqueTag = "opaque_tag", Verdict, No {
         means: "The page interiors are opaque and not of the same tag.",
         trigger: "A tiled layout on one side, or two different ones.",
-        fix: "Run the same attention backend on the same kind of processor, or one with a plain layout.",
+        fix: "Run the same attention backend on both (SGLang --attention-backend, vLLM --attention-backend) on the same kind of processor, or one with a plain layout.",
     }
     Model = "model", Verdict, No {
         means: "The two engines serve different models.",

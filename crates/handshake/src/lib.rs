@@ -6,22 +6,27 @@
 #![forbid(unsafe_code)]
 
 mod catalogue;
+mod compare;
 mod element;
 mod envelope;
 mod launch;
+mod layout;
 pub mod limits;
 mod shape;
+mod spans;
 mod transfer;
 mod validate;
 mod verdict;
 
 pub use catalogue::{Area, Code, Entry, Retry};
+pub use compare::compare;
 pub use element::{Element, UnknownElement};
 pub use envelope::{
     Component, Dcp, Envelope, HeadSpan, Identity, Kind, PageGroup, Part, Placement, Rank, Role, Scales,
     Strides, Unit,
 };
 pub use launch::{Allocation, Launch, LaunchError, Order, Padding, Stages};
+pub use layout::layout_label;
 pub use shape::{Cached, ModelShape};
 pub use transfer::{ABSENT, PageLists, Ready, TokenRange};
 pub use validate::{EnvelopeFault, InvalidEnvelope};

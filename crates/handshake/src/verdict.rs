@@ -53,7 +53,7 @@ pub struct Verdict {
     pub policy: Policy,
     /// Every reason to refuse; empty unless refused.
     pub mismatches: Vec<Mismatch>,
-    /// Every difference that is bridged; empty unless bridgeable.
+    /// Every difference that policy lets the planner bridge; the pair is linked only if nothing else differs.
     pub bridged: Vec<Mismatch>,
     /// What could not be compared, by name.
     pub warnings: Vec<Mismatch>,

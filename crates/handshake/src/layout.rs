@@ -1,0 +1,163 @@
+//! Names for layouts, made from strides. The strides are the truth; these are for messages and for the
+//! comparison's one question: whether tokens and heads come in the same order inside a page.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use crate::envelope::{Component, Envelope, Placement, Unit};
+
+/// The order of tokens (N), heads (H) and elements (D) inside one page of one layer and part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Order {
+    /// Token, head, element.
+    Nhd,
+    /// Head, token, element.
+    Hnd,
+    /// A rank's heads lie in placements of their own.
+    HeadsApart,
+}
+
+impl fmt::Display for Order {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Order::Nhd => "NHD",
+            Order::Hnd => "HND",
+            Order::HeadsApart => "heads apart",
+        })
+    }
+}
+
+/// The orders that a component's ranks use, part by part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct PageOrder {
+    parts: BTreeMap<String, BTreeSet<Order>>,
+}
+
+impl PageOrder {
+    /// The order of component `at`. A part has none where no rank holds more than one token and more
+    /// than one head in a page.
+    pub(crate) fn of(envelope: &Envelope, at: u16) -> PageOrder {
+        let mut parts: BTreeMap<String, BTreeSet<Order>> = BTreeMap::new();
+        let Some(component) = envelope.components.get(usize::from(at)) else {
+            return PageOrder { parts };
+        };
+        let page_size = envelope
+            .page_groups
+            .get(usize::from(component.page_group))
+            .map_or(1, |g| g.page_size);
+        if component.unit != Unit::Token || page_size == 1 {
+            return PageOrder { parts };
+        }
+        for rank in &envelope.ranks {
+            let mut placed: BTreeSet<(u32, u16)> = BTreeSet::new();
+            for placement in rank
+                .placements
+                .iter()
+                .filter(|placement| placement.component == at)
+            {
+                for part in &placement.parts {
+                    let Some(declared) = component.parts.get(usize::from(*part)) else {
+                        continue;
+                    };
+                    let again = placement.layers.iter().fold(false, |again, layer| {
+                        let first = placed.insert((*layer, *part));
+                        again || !first
+                    });
+                    let order = match placement.heads.count {
+                        _ if again => Order::HeadsApart,
+                        1 => continue,
+                        _ if placement.strides.token >= placement.strides.head => Order::Nhd,
+                        _ => Order::Hnd,
+                    };
+                    parts.entry(declared.name.clone()).or_default().insert(order);
+                }
+            }
+        }
+        PageOrder { parts }
+    }
+
+    /// Whether both put tokens and heads in the same order wherever both have one.
+    pub(crate) fn same(&self, other: &PageOrder) -> bool {
+        self.parts
+            .iter()
+            .all(|(part, orders)| match other.parts.get(part) {
+                Some(others) => orders == others && orders.len() == 1,
+                None => true,
+            })
+    }
+}
+
+impl fmt::Display for PageOrder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let all: Vec<String> = self
+            .parts
+            .values()
+            .map(|orders| {
+                orders
+                    .iter()
+                    .map(Order::to_string)
+                    .collect::<Vec<_>>()
+                    .join(" and ")
+            })
+            .collect();
+        match all.first() {
+            None => f.write_str("free"),
+            Some(first) if all.iter().all(|other| other == first) => f.write_str(first),
+            Some(_) => {
+                let named: Vec<String> = self
+                    .parts
+                    .keys()
+                    .zip(&all)
+                    .map(|(part, orders)| format!("{part}: {orders}"))
+                    .collect();
+                f.write_str(&named.join(", "))
+            }
+        }
+    }
+}
+
+/// How a component lies in memory, for people: the order inside a page, then the axes from the widest stride to
+/// the narrowest, as `NHD [L, B, N, H, D]` with L layer, 2 part, B page, N token, H head, D element.
+/// `opaque TAG` for an opaque one. Made from its first placement.
+pub fn layout_label(envelope: &Envelope, component: u16) -> String {
+    let Some(declared) = envelope.components.get(usize::from(component)) else {
+        return "unknown".to_owned();
+    };
+    if let Some(tag) = &declared.opaque {
+        return format!("opaque {tag}");
+    }
+    let first = envelope
+        .ranks
+        .iter()
+        .flat_map(|rank| &rank.placements)
+        .find(|p| p.component == component);
+    let axes = first.map_or("nowhere".to_owned(), |placement| {
+        axes(envelope, declared, placement)
+    });
+    match PageOrder::of(envelope, component) {
+        order if order.parts.is_empty() => axes,
+        order => format!("{order} {axes}"),
+    }
+}
+
+fn axes(envelope: &Envelope, component: &Component, placement: &Placement) -> String {
+    let group = envelope.page_groups.get(usize::from(component.page_group));
+    let tokens = match component.unit {
+        Unit::Token => group.map_or(1, |group| group.page_size) as usize,
+        Unit::Page | Unit::Slot => 1,
+    };
+    let pages = group.map_or(1, |group| group.pool_pages) as usize;
+    let strides = placement.strides;
+    let mut axes = vec![
+        (strides.layer, placement.layers.len(), "L"),
+        (strides.part, placement.parts.len(), "2"),
+        (strides.page, pages, "B"),
+        (strides.token, tokens, "N"),
+        (strides.head, placement.heads.count as usize, "H"),
+    ];
+    axes.retain(|(_, count, _)| *count > 1);
+    axes.sort_by_key(|(stride, _, _)| std::cmp::Reverse(*stride));
+    let mut names: Vec<&str> = axes.into_iter().map(|(_, _, name)| name).collect();
+    names.push("D");
+    format!("[{}]", names.join(", "))
+}
