@@ -1,1 +1,21 @@
-fn main() {}
+//! `kvferry`: see [`kvferry_cli`].
+
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+
+fn main() -> ExitCode {
+    let command = kvferry_cli::Kvferry::parse();
+    match command.run() {
+        Ok(exit) => exit.into(),
+        Err(error) => {
+            let exit = kvferry_cli::exit::of_error(&error);
+            if exit != kvferry_cli::exit::Exit::Done {
+                eprintln!("kvferry: {error:#}");
+            }
+            exit.into()
+        }
+    }
+}

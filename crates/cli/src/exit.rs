@@ -1,0 +1,57 @@
+//! Exit codes, and the errors that lead to them.
+
+use std::fmt;
+use std::process::ExitCode;
+
+/// How a command ended. The numbers are part of the interface: scripts rely on them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// It did what was asked.
+    Done,
+    /// Something failed while it ran: a transfer, a connection, a byte that differs.
+    Failed,
+    /// Unreadable or incomplete input.
+    Input,
+    /// The pair of engines is refused.
+    Refused,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> ExitCode {
+        ExitCode::from(match exit {
+            Exit::Done => 0u8,
+            Exit::Failed => 1,
+            Exit::Input => 2,
+            Exit::Refused => 3,
+        })
+    }
+}
+
+/// Marks an error as one of the input: it ends in exit code 2 where others end in 1.
+#[derive(Debug)]
+pub struct BadInput(pub String);
+
+impl fmt::Display for BadInput {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for BadInput {}
+
+/// An error of the input.
+pub fn bad_input(message: impl Into<String>) -> anyhow::Error {
+    anyhow::Error::new(BadInput(message.into()))
+}
+
+/// The exit code that an error leads to. A reader that closed the pipe (`kvferry plan | head`) has what it wanted.
+pub fn of_error(error: &anyhow::Error) -> Exit {
+    if error.downcast_ref::<BadInput>().is_some() {
+        return Exit::Input;
+    }
+    let closed = error
+        .chain()
+        .filter_map(|cause| cause.downcast_ref::<std::io::Error>())
+        .any(|io| io.kind() == std::io::ErrorKind::BrokenPipe);
+    if closed { Exit::Done } else { Exit::Failed }
+}
