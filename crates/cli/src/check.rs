@@ -78,7 +78,11 @@ impl Check {
             describe(out, "decode", &decode)?;
             write_verdict(out, &verdict)?;
         }
-        Ok(if verdict.allows() { Exit::Done } else { Exit::Refused })
+        Ok(if verdict.allows() {
+            Exit::Done
+        } else {
+            Exit::Refused
+        })
     }
 }
 

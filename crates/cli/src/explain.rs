@@ -117,7 +117,10 @@ mod tests {
         let error = run(Some("page_siez")).unwrap_err().to_string();
         assert!(error.contains("page_size"), "{error}");
         let error = run(Some("overlap")).unwrap_err().to_string();
-        assert!(error.contains("region_overlap") && error.contains("placement_overlap"), "{error}");
+        assert!(
+            error.contains("region_overlap") && error.contains("placement_overlap"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -27,7 +27,9 @@ pub use verdict_text::{write_mismatches, write_verdict};
 /// Moves KV caches between inference engines: check pairs of engines, plan transfers, look at the daemon.
 #[derive(Parser, Debug)]
 #[command(name = "kvferry", version, propagate_version = true)]
-#[command(after_help = "Exit codes: 0 done; 1 failed while running; 2 unreadable or incomplete input; 3 the pair is refused.")]
+#[command(
+    after_help = "Exit codes: 0 done; 1 failed while running; 2 unreadable or incomplete input; 3 the pair is refused."
+)]
 pub struct Kvferry {
     #[command(subcommand)]
     command: Command,
@@ -49,7 +51,7 @@ impl Kvferry {
     ///
     /// [`exit::of_error`] tells which exit code an error leads to.
     pub fn run(&self) -> anyhow::Result<exit::Exit> {
-        let mut out = std::io::stdout().lock();
+        let mut out = std::io::stdout();
         let exit = match &self.command {
             Command::Check(check) => check.run(&mut out)?,
             Command::Plan(plan) => plan.run(&mut out)?,

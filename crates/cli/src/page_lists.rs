@@ -35,7 +35,9 @@ impl RankedLists {
                 && usize::try_from(rank).map_or(true, |rank| rank >= envelope.ranks.len())
             {
                 let ranks = envelope.ranks.len();
-                return Err(bad_input(format!("{flag}: rank {rank} is not one of the engine's {ranks} ranks")));
+                return Err(bad_input(format!(
+                    "{flag}: rank {rank} is not one of the engine's {ranks} ranks"
+                )));
             }
             let groups = given.entry(rank).or_default();
             let named = match lists.strip_prefix('@') {
@@ -47,7 +49,9 @@ impl RankedLists {
             for (group, pages) in named {
                 if groups.insert(group, pages).is_some() {
                     let name = &envelope.page_groups[group].name;
-                    return Err(bad_input(format!("{flag}: page group {name} is given twice; give it once")));
+                    return Err(bad_input(format!(
+                        "{flag}: page group {name} is given twice; give it once"
+                    )));
                 }
             }
         }
@@ -70,7 +74,9 @@ impl RankedLists {
     pub(crate) fn of(&self, flag: &str, rank: u32) -> anyhow::Result<PageLists> {
         let lists = self.ranks.get(&rank).or(self.all.as_ref());
         lists.cloned().ok_or_else(|| {
-            bad_input(format!("{flag}: no lists for rank {rank}; add {rank}:GROUP=LIST, or lists for all ranks"))
+            bad_input(format!(
+                "{flag}: no lists for rank {rank}; add {rank}:GROUP=LIST, or lists for all ranks"
+            ))
         })
     }
 }
@@ -95,7 +101,12 @@ fn group_names(groups: &[PageGroup]) -> String {
 
 fn group_named(name: &str, groups: &[PageGroup]) -> anyhow::Result<usize> {
     let found = groups.iter().position(|group| group.name == name);
-    found.with_context(|| format!("no page group is named {name:?}; this engine has {}", group_names(groups)))
+    found.with_context(|| {
+        format!(
+            "no page group is named {name:?}; this engine has {}",
+            group_names(groups)
+        )
+    })
 }
 
 fn only_group(groups: &[PageGroup]) -> anyhow::Result<usize> {
@@ -112,7 +123,10 @@ fn complete(mut given: Groups, groups: &[PageGroup]) -> anyhow::Result<PageLists
     for (at, group) in groups.iter().enumerate() {
         let list = given.remove(&at);
         lists.push(list.with_context(|| {
-            format!("no list for page group {0}; add {0}=LIST ({0}= for an empty one)", group.name)
+            format!(
+                "no list for page group {0}; add {0}=LIST ({0}= for an empty one)",
+                group.name
+            )
         })?);
     }
     Ok(PageLists { groups: lists })
@@ -125,8 +139,7 @@ fn parse_groups(text: &str, groups: &[PageGroup]) -> anyhow::Result<Groups> {
             Some((name, entries)) => (group_named(name.trim(), groups)?, entries),
             None => (only_group(groups)?, one),
         };
-        let pages =
-            parse_entries(entries).with_context(|| format!("page group {}", groups[group].name))?;
+        let pages = parse_entries(entries).with_context(|| format!("page group {}", groups[group].name))?;
         anyhow::ensure!(
             lists.insert(group, pages).is_none(),
             "page group {} is given twice; give it once",
@@ -196,9 +209,10 @@ fn read_json(path: &str, groups: &[PageGroup]) -> anyhow::Result<Groups> {
     let absent = |list: Vec<Option<u32>>| list.into_iter().map(|page| page.unwrap_or(ABSENT)).collect();
     match lists {
         JsonLists::Plain(list) => Ok(Groups::from([(only_group(groups)?, absent(list))])),
-        JsonLists::Named(lists) => {
-            lists.into_iter().map(|(name, list)| Ok((group_named(&name, groups)?, absent(list)))).collect()
-        }
+        JsonLists::Named(lists) => lists
+            .into_iter()
+            .map(|(name, list)| Ok((group_named(&name, groups)?, absent(list))))
+            .collect(),
     }
 }
 
@@ -211,13 +225,17 @@ mod tests {
             name: (*name).to_owned(),
             page_size: 16,
             pool_pages: 100,
+            pool: 0,
         };
         names.iter().map(group).collect()
     }
 
     #[test]
     fn entries_ranges_and_absent_pages() {
-        assert_eq!(parse_entries("3, 7,9-11,-,5").unwrap(), [3, 7, 9, 10, 11, ABSENT, 5]);
+        assert_eq!(
+            parse_entries("3, 7,9-11,-,5").unwrap(),
+            [3, 7, 9, 10, 11, ABSENT, 5]
+        );
         assert_eq!(parse_entries("-*3,1").unwrap(), [ABSENT, ABSENT, ABSENT, 1]);
         assert_eq!(parse_entries("").unwrap(), Vec::<u32>::new());
         assert_eq!(parse_entries("4294967294").unwrap(), [u32::MAX - 1]);
@@ -225,9 +243,17 @@ mod tests {
 
     #[test]
     fn errors_name_the_entry_and_what_to_write() {
-        for (text, at) in [("1,x", "entry 1"), ("9-3", "entry 0"), ("1,,2", "entry 1"), ("-4", "entry 0")] {
+        for (text, at) in [
+            ("1,x", "entry 1"),
+            ("9-3", "entry 0"),
+            ("1,,2", "entry 1"),
+            ("-4", "entry 0"),
+        ] {
             let error = format!("{:#}", parse_entries(text).unwrap_err());
-            assert!(error.contains(at) && error.contains("range such as"), "{text}: {error}");
+            assert!(
+                error.contains(at) && error.contains("range such as"),
+                "{text}: {error}"
+            );
         }
         for text in ["4294967295", "4294967296", "0-4294967294", "-*99999999999"] {
             assert!(parse_entries(text).is_err(), "{text}");
@@ -238,7 +264,10 @@ mod tests {
     fn groups_by_name_or_the_only_one() {
         let two = groups(&["kv", "window"]);
         let lists = parse_groups("window=-,4;kv=1-2", &two).unwrap();
-        assert_eq!(complete(lists, &two).unwrap().groups, vec![vec![1, 2], vec![ABSENT, 4]]);
+        assert_eq!(
+            complete(lists, &two).unwrap().groups,
+            vec![vec![1, 2], vec![ABSENT, 4]]
+        );
         assert_eq!(parse_groups("1,2", &groups(&["kv"])).unwrap()[&0], [1, 2]);
 
         let error = format!("{:#}", parse_groups("1,2", &two).unwrap_err());
@@ -246,7 +275,10 @@ mod tests {
         let error = format!("{:#}", parse_groups("wind=1", &two).unwrap_err());
         assert!(error.contains("wind") && error.contains("kv, window"), "{error}");
         assert!(parse_groups("kv=1;kv=2", &two).is_err());
-        let error = format!("{:#}", complete(parse_groups("kv=1", &two).unwrap(), &two).unwrap_err());
+        let error = format!(
+            "{:#}",
+            complete(parse_groups("kv=1", &two).unwrap(), &two).unwrap_err()
+        );
         assert!(error.contains("window="), "{error}");
     }
 

@@ -56,7 +56,8 @@ impl FromStr for Tokens {
         let (from, to) = text.split_once("..").ok_or("write FROM..TO, such as 0..964")?;
         let number = |text: &str, name| {
             let text = text.trim();
-            text.parse::<u64>().map_err(|_| format!("{name} {text:?} is no number of tokens; write FROM..TO"))
+            text.parse::<u64>()
+                .map_err(|_| format!("{name} {text:?} is no number of tokens; write FROM..TO"))
         };
         let (from, to) = (number(from, "FROM")?, number(to, "TO")?);
         if from > to {
@@ -102,7 +103,12 @@ impl Plan {
             }
         }
         out.flush()?;
-        eprintln!("{}, {} from {}", counted(moves, "move"), bytes(moved), ranks_named(&sources));
+        eprintln!(
+            "{}, {} from {}",
+            counted(moves, "move"),
+            bytes(moved),
+            ranks_named(&sources)
+        );
         Ok(Exit::Done)
     }
 
@@ -150,7 +156,13 @@ fn ranks_named(sources: &[Source]) -> String {
 
 /// By hand: a plan may have millions of moves, and these six fields never change.
 fn write_move(out: &mut impl Write, source_rank: u32, one: &Move) -> std::io::Result<()> {
-    let Move { source_region, source_offset, region, offset, len } = one;
+    let Move {
+        source_region,
+        source_offset,
+        region,
+        offset,
+        len,
+    } = one;
     writeln!(
         out,
         "{{\"source_rank\":{source_rank},\"source_region\":{source_region},\"source_offset\":{source_offset},\
@@ -164,9 +176,17 @@ mod tests {
 
     #[test]
     fn token_ranges() {
-        assert_eq!("3..964".parse::<Tokens>().unwrap().0, TokenRange { from: 3, to: 964 });
+        assert_eq!(
+            "3..964".parse::<Tokens>().unwrap().0,
+            TokenRange { from: 3, to: 964 }
+        );
         assert_eq!("5..5".parse::<Tokens>().unwrap().0.count(), 0);
-        for (text, said) in [("5", "FROM..TO"), ("9..3", "swap"), ("-1..3", "FROM"), ("1..=3", "TO")] {
+        for (text, said) in [
+            ("5", "FROM..TO"),
+            ("9..3", "swap"),
+            ("-1..3", "FROM"),
+            ("1..=3", "TO"),
+        ] {
             let error = text.parse::<Tokens>().unwrap_err();
             assert!(error.contains(said), "{text}: {error}");
         }
@@ -175,7 +195,13 @@ mod tests {
     #[test]
     fn a_move_is_one_json_object() {
         let mut line = Vec::new();
-        let one = Move { source_region: 1, source_offset: u64::MAX, region: 2, offset: 3, len: 4 };
+        let one = Move {
+            source_region: 1,
+            source_offset: u64::MAX,
+            region: 2,
+            offset: 3,
+            len: 4,
+        };
         write_move(&mut line, 7, &one).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&line).unwrap();
         assert_eq!(value["source_rank"], 7);

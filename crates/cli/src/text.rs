@@ -60,6 +60,41 @@ pub(crate) fn bytes(count: u64) -> String {
     format!("{}.{tenths} {}", count / size, UNITS[unit])
 }
 
+/// Writes columns as wide as their widest cell; numbers are set to the right.
+pub(crate) fn table(out: &mut impl Write, header: &[&str], rows: &[Vec<String>]) -> io::Result<()> {
+    let width = |column: usize| {
+        let cells = rows
+            .iter()
+            .filter_map(|row| row.get(column))
+            .map(|cell| cell.chars().count());
+        cells.max().unwrap_or(0).max(header[column].len())
+    };
+    let widths: Vec<usize> = (0..header.len()).map(width).collect();
+    let is_number =
+        |cell: &str| cell.starts_with(|first: char| first.is_ascii_digit()) && !cell.contains(':');
+    let right: Vec<bool> = (0..header.len())
+        .map(|column| {
+            rows.iter()
+                .all(|row| row.get(column).is_none_or(|cell| is_number(cell)))
+        })
+        .collect();
+    let mut line = |cells: &mut dyn Iterator<Item = &str>| {
+        let mut text = String::new();
+        for (column, cell) in cells.enumerate().take(widths.len()) {
+            let width = widths[column];
+            text += &if right[column] {
+                format!("{cell:>width$}  ")
+            } else {
+                format!("{cell:<width$}  ")
+            };
+        }
+        writeln!(out, "{}", text.trim_end())
+    };
+    line(&mut header.iter().copied())?;
+    rows.iter()
+        .try_for_each(|row| line(&mut row.iter().map(String::as_str)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -86,6 +121,10 @@ mod tests {
         let text = String::from_utf8(out).unwrap();
         assert!(text.lines().count() > 1);
         assert!(text.lines().all(|line| line.len() <= WIDTH));
-        assert!(text.lines().skip(1).all(|line| line.starts_with("             word")));
+        assert!(
+            text.lines()
+                .skip(1)
+                .all(|line| line.starts_with("             word"))
+        );
     }
 }

@@ -87,8 +87,17 @@ mod tests {
         write_verdict(&mut out, &verdict).unwrap();
         let text = String::from_utf8(out).unwrap();
         for word in [
-            "REFUSED", "2 mismatches", "page_size", "element_type", "bf16", "fp8_e5m2", "it would corrupt",
-            "set it alike", "Warnings", "not_compared", "rev-a",
+            "REFUSED",
+            "2 mismatches",
+            "page_size",
+            "element_type",
+            "bf16",
+            "fp8_e5m2",
+            "it would corrupt",
+            "set it alike",
+            "Warnings",
+            "not_compared",
+            "rev-a",
         ] {
             assert!(text.contains(word), "{word} is missing in\n{text}");
         }

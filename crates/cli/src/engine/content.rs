@@ -92,7 +92,11 @@ fn page_size(rows: &RankRows, component: &Component) -> u64 {
 }
 
 fn dcp_rank(rows: &RankRows, component: &Component) -> u32 {
-    if component.dcp.size > 1 { rows.dcp_rank() } else { 0 }
+    if component.dcp.size > 1 {
+        rows.dcp_rank()
+    } else {
+        0
+    }
 }
 
 impl Extent {
@@ -114,7 +118,14 @@ impl Extent {
 }
 
 /// What a source must have written before it publishes `ready`. Windows and state count only once the end is known.
-fn is_filled(ready: &Ready, rows: &RankRows, component: &Component, layer: u32, token: u64, entry: u32) -> bool {
+fn is_filled(
+    ready: &Ready,
+    rows: &RankRows,
+    component: &Component,
+    layer: u32,
+    token: u64,
+    entry: u32,
+) -> bool {
     let at_end = component.kind == Kind::Window || component.unit == Unit::Slot;
     match (component.unit, ready.end) {
         (Unit::Slot, end) => end.is_some(),
@@ -132,7 +143,9 @@ fn is_filled(ready: &Ready, rows: &RankRows, component: &Component, layer: u32, 
 /// What a fetch of `range` must bring: a window keeps only its newest tokens, opaque pages come whole, every listed slot comes.
 fn is_fetched(range: TokenRange, rows: &RankRows, component: &Component, token: u64, entry: u32) -> bool {
     let window = component.window.filter(|_| component.kind == Kind::Window);
-    let from = window.map_or(range.from, |window| range.from.max(range.to.saturating_sub(u64::from(window))));
+    let from = window.map_or(range.from, |window| {
+        range.from.max(range.to.saturating_sub(u64::from(window)))
+    });
     match component.unit {
         Unit::Slot => true,
         Unit::Token => from <= token && token < range.to,
@@ -140,8 +153,10 @@ fn is_fetched(range: TokenRange, rows: &RankRows, component: &Component, token: 
             let rank = dcp_rank(rows, component);
             let page = page_size(rows, component);
             let first = u64::from(entry) * page;
-            let (below_from, below_to) =
-                (component.dcp.count_below(rank, from), component.dcp.count_below(rank, range.to));
+            let (below_from, below_to) = (
+                component.dcp.count_below(rank, from),
+                component.dcp.count_below(rank, range.to),
+            );
             first + page > below_from && first < below_to && below_from < below_to
         }
     }

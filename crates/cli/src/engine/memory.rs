@@ -35,7 +35,9 @@ impl PoolMemory {
             MemoryKind::Process => {
                 let len = usize::try_from(len).context("the region does not fit into the address space")?;
                 let mut bytes = Vec::new();
-                bytes.try_reserve_exact(len).with_context(|| format!("no memory for a region of {len} bytes"))?;
+                bytes
+                    .try_reserve_exact(len)
+                    .with_context(|| format!("no memory for a region of {len} bytes"))?;
                 bytes.extend(std::iter::repeat_with(AtomicU8::default).take(len));
                 Ok(PoolMemory::Process(bytes.into_boxed_slice()))
             }
@@ -76,7 +78,8 @@ impl PoolMemory {
                 }
             }
             PoolMemory::Process(bytes) => {
-                for (out, byte) in out.iter_mut().zip(slice(bytes, offset, out.len())?) {
+                let bytes = slice(bytes, offset, out.len())?;
+                for (out, byte) in out.iter_mut().zip(bytes) {
                     *out = byte.load(Ordering::Relaxed);
                 }
             }
@@ -91,7 +94,9 @@ impl PoolMemory {
                 let mut done = 0;
                 while done < data.len() {
                     match rustix::io::pwrite(memfd, &data[done..], offset + done as u64) {
-                        Ok(0) => anyhow::bail!("write beyond the end of the pool at {}", offset + done as u64),
+                        Ok(0) => {
+                            anyhow::bail!("write beyond the end of the pool at {}", offset + done as u64)
+                        }
                         Ok(count) => done += count,
                         Err(Errno::INTR) => {}
                         Err(error) => return Err(error).context("writing the pool (is there memory left?)"),
@@ -109,7 +114,9 @@ impl PoolMemory {
 }
 
 fn slice(bytes: &[AtomicU8], offset: u64, len: usize) -> anyhow::Result<&[AtomicU8]> {
-    let range = usize::try_from(offset).ok().and_then(|first| Some(first..first.checked_add(len)?));
+    let range = usize::try_from(offset)
+        .ok()
+        .and_then(|first| Some(first..first.checked_add(len)?));
     range
         .and_then(|range| bytes.get(range))
         .with_context(|| format!("{len} bytes at {offset} lie outside the pool of {}", bytes.len()))
@@ -128,7 +135,10 @@ mod tests {
             let mut out = [1; 14];
             memory.read(4089, &mut out).unwrap();
             assert_eq!(&out, b"\0twelve bytes\0");
-            assert!(memory.read(8190, &mut out).is_err(), "{kind:?} read beyond its end");
+            assert!(
+                memory.read(8190, &mut out).is_err(),
+                "{kind:?} read beyond its end"
+            );
             assert!(memory.write(8190, &out).is_err(), "{kind:?} wrote beyond its end");
         }
     }

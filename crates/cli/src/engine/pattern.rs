@@ -80,7 +80,12 @@ mod tests {
 
     fn row(filling: Filling, component: &str, layer: u32, part: &str, token: u64, head: u32) -> Vec<u8> {
         let mut bytes = vec![0; 64];
-        fill(filling.block(name_hash(component), layer, name_hash(part)).row(token, head), &mut bytes);
+        fill(
+            filling
+                .block(name_hash(component), layer, name_hash(part))
+                .row(token, head),
+            &mut bytes,
+        );
         bytes
     }
 
@@ -126,7 +131,12 @@ mod tests {
 
     #[test]
     fn poison_differs_by_place_and_nonce() {
-        let seeds = [poison_seed(0, 0, 0), poison_seed(1, 0, 0), poison_seed(0, 1, 0), poison_seed(0, 0, 1)];
+        let seeds = [
+            poison_seed(0, 0, 0),
+            poison_seed(1, 0, 0),
+            poison_seed(0, 1, 0),
+            poison_seed(0, 0, 1),
+        ];
         assert_eq!(seeds.iter().collect::<HashSet<_>>().len(), 4);
     }
 }

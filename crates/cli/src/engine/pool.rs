@@ -38,7 +38,13 @@ impl Pool {
         let fresh = |(at, group): (usize, &kvferry_handshake::PageGroup)| {
             let owner = usize::from(group.pool) == at;
             let count = if owner { group.pool_pages as usize } else { 0 };
-            vec![Owned { group: at, stamp: Stamp::Fresh }; count]
+            vec![
+                Owned {
+                    group: at,
+                    stamp: Stamp::Fresh
+                };
+                count
+            ]
         };
         let pages = envelope.page_groups.iter().enumerate().map(fresh).collect();
         let rows = RankRows::new(envelope, rank);
@@ -46,9 +52,19 @@ impl Pool {
         for (region, len) in rows.regions() {
             let allocated = PoolMemory::allocate(kind, &format!("{name}-{region}"), len)?;
             memory.push((region, allocated));
-            gaps.extend(rows.gaps(region, len)?.into_iter().map(|(offset, len)| (region, offset, len)));
+            gaps.extend(
+                rows.gaps(region, len)?
+                    .into_iter()
+                    .map(|(offset, len)| (region, offset, len)),
+            );
         }
-        Ok(Pool { rows, memory, pages, gaps, poisoned: false })
+        Ok(Pool {
+            rows,
+            memory,
+            pages,
+            gaps,
+            poisoned: false,
+        })
     }
 
     pub(crate) fn rows(&self) -> &RankRows {
@@ -71,7 +87,8 @@ impl Pool {
         let mut writer = Writer::new(&self.memory);
         for (owner, pages) in self.pages.iter().enumerate() {
             for page in 0..u32::try_from(pages.len())? {
-                self.rows.of_page(owner, page, &mut |row| writer.write(row, self.fresh(row)))?;
+                self.rows
+                    .of_page(owner, page, &mut |row| writer.write(row, self.fresh(row)))?;
             }
         }
         writer.finish()?;
@@ -111,10 +128,13 @@ impl Pool {
             let owner = self.owner(group);
             let pages = &mut self.pages[owner];
             let count = pages.len();
-            let owned = pages.get_mut(page as usize).with_context(|| {
-                format!("page {page} of group {group}: the pool has {count}")
-            })?;
-            *owned = Owned { group, stamp: stamp(entry) };
+            let owned = pages
+                .get_mut(page as usize)
+                .with_context(|| format!("page {page} of group {group}: the pool has {count}"))?;
+            *owned = Owned {
+                group,
+                stamp: stamp(entry),
+            };
             Ok(())
         })
     }
@@ -181,9 +201,9 @@ impl Pool {
     fn check_page(&self, checker: &mut Checker<'_>, owned: &Owned, page: u32) -> anyhow::Result<()> {
         match &owned.stamp {
             Stamp::InFlight => Ok(()),
-            Stamp::Fresh => {
-                self.rows.of_page(owned.group, page, &mut |row| checker.check(row, page, self.fresh(row)))
-            }
+            Stamp::Fresh => self.rows.of_page(owned.group, page, &mut |row| {
+                checker.check(row, page, self.fresh(row))
+            }),
             Stamp::Entry(content, entry) => self.rows.of_page(owned.group, page, &mut |row| {
                 checker.check(row, page, content.expected(&self.rows, row, *entry))
             }),

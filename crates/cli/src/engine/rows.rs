@@ -47,11 +47,25 @@ impl RankRows {
                 (name_hash(&component.name), parts)
             })
             .collect();
-        RankRows { envelope, rank: rank as usize, names }
+        RankRows {
+            envelope,
+            rank: rank as usize,
+            names,
+        }
     }
 
     pub(crate) fn envelope(&self) -> &Envelope {
         &self.envelope
+    }
+
+    /// One past the highest global layer id.
+    pub(crate) fn layers(&self) -> u32 {
+        let ids = self
+            .envelope
+            .components
+            .iter()
+            .flat_map(|component| &component.layers);
+        ids.max().map_or(0, |last| last + 1)
     }
 
     pub(crate) fn dcp_rank(&self) -> u32 {
@@ -163,11 +177,18 @@ impl RankRows {
         let of = |placement: &Placement| {
             let component = self.component_of(placement);
             let group = &self.envelope.page_groups[usize::from(component.page_group)];
-            let row: u64 = placement.parts.iter().map(|part| component.row_bytes(*part)).sum();
+            let row: u64 = placement
+                .parts
+                .iter()
+                .map(|part| component.row_bytes(*part))
+                .sum();
             let rows = u64::from(self.rows_per_page(component)) * u64::from(placement.heads.count);
             row * rows * placement.layers.len() as u64 * u64::from(group.pool_pages)
         };
-        self.placements().filter(|placement| placement.region == region).map(of).sum()
+        self.placements()
+            .filter(|placement| placement.region == region)
+            .map(of)
+            .sum()
     }
 
     /// The byte ranges of a region of `len` bytes that belong to no row: padding, which nobody may write.

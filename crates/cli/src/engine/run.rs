@@ -14,7 +14,9 @@ const TOLD: usize = 8;
 /// The memory of a region.
 pub(crate) fn region(memory: &[(u16, PoolMemory)], region: u16) -> anyhow::Result<&PoolMemory> {
     let found = memory.iter().find(|(number, _)| *number == region);
-    found.map(|(_, memory)| memory).with_context(|| format!("the rank has no region {region}"))
+    found
+        .map(|(_, memory)| memory)
+        .with_context(|| format!("the rank has no region {region}"))
 }
 
 /// Bytes expected at consecutive offsets of one region.
@@ -55,7 +57,11 @@ pub(crate) struct Writer<'a> {
 
 impl<'a> Writer<'a> {
     pub(crate) fn new(memory: &'a [(u16, PoolMemory)]) -> Writer<'a> {
-        Writer { memory, run: Run::default(), written: 0 }
+        Writer {
+            memory,
+            run: Run::default(),
+            written: 0,
+        }
     }
 
     pub(crate) fn write(&mut self, row: &Row, expected: Expected) -> anyhow::Result<()> {
@@ -121,7 +127,12 @@ impl Checked {
         self.untouched += expected.len() as u64;
         if expected != found {
             let at = expected.iter().zip(found).position(|(a, b)| a != b).unwrap_or(0);
-            self.tell(|| format!("padding was written at region {region}, offset {}", offset + at as u64));
+            self.tell(|| {
+                format!(
+                    "padding was written at region {region}, offset {}",
+                    offset + at as u64
+                )
+            });
         }
     }
 }
@@ -174,7 +185,8 @@ impl<'a> Checker<'a> {
                 let (want, have) = (&self.run.bytes[at..][..row.len], &self.found[at..][..row.len]);
                 at += row.len;
                 if want != have {
-                    self.checked.tell(|| wrong_row(self.rows, row, *page, *expected, want, have));
+                    self.checked
+                        .tell(|| wrong_row(self.rows, row, *page, *expected, want, have));
                 }
             }
         }
@@ -196,7 +208,14 @@ fn wrong_row(rows: &RankRows, row: &Row, page: u32, expected: Expected, want: &[
         Expected::Pattern(_) => "was asked for and holds something else",
         Expected::Poison(_) | Expected::Zero => "was not asked for and was written",
     };
-    let hex = |bytes: &[u8]| bytes.iter().skip(at).take(8).map(|byte| format!("{byte:02x}")).collect::<String>();
+    let hex = |bytes: &[u8]| {
+        bytes
+            .iter()
+            .skip(at)
+            .take(8)
+            .map(|byte| format!("{byte:02x}"))
+            .collect::<String>()
+    };
     format!(
         "{} layer {} {}, page {page}, token {} of it, head {} {what}: region {}, offset {}: {} instead of {}",
         component.name,
