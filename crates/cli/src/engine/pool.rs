@@ -232,3 +232,195 @@ impl Pool {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use kvferry_handshake::{Launch, ModelShape, Order, Padding, Ready, TokenRange};
+
+    use super::super::pattern::Filling;
+    use super::super::run::region;
+    use super::super::scatter::FreePages;
+    use super::*;
+
+    const TOKENS: u64 = 41;
+
+    fn launch(tp: u32, order: Order, page_size: u32) -> Envelope {
+        let shape = ModelShape::new("m", 3)
+            .kv_widths(0..3, 4, 24, 12)
+            .window([1], 2, 8, 20);
+        Launch {
+            tp,
+            order,
+            page_size,
+            pool_pages: 9,
+            ..Launch::default()
+        }
+        .envelope(&shape)
+        .unwrap()
+    }
+
+    fn pool(envelope: &Envelope, rank: u32) -> Pool {
+        let mut pool = Pool::allocate(envelope.clone(), rank, MemoryKind::Memfd).unwrap();
+        pool.poison().unwrap();
+        pool
+    }
+
+    fn content(extent: Extent) -> Arc<Content> {
+        Arc::new(Content {
+            nonce: 3,
+            filling: Filling::new("t", 1, 2),
+            extent,
+        })
+    }
+
+    /// A row by what it is: component, layer, part, token, head.
+    type Global = (usize, u32, usize, u64, u32);
+
+    fn rows_of(pool: &Pool, lists: &PageLists, page_size: u64) -> HashMap<Global, Row> {
+        let mut rows = HashMap::new();
+        Pool::each_entry(lists, |group, entry, page| {
+            pool.rows.of_page(group, page, &mut |row| {
+                let token = u64::from(entry) * page_size + u64::from(row.slot);
+                rows.insert((row.component, row.layer, row.part, token, row.head), *row);
+                Ok(())
+            })
+        })
+        .unwrap();
+        rows
+    }
+
+    fn bytes(pool: &Pool, row: &Row) -> Vec<u8> {
+        let mut bytes = vec![0; row.len];
+        region(&pool.memory, row.region)
+            .unwrap()
+            .read(row.offset, &mut bytes)
+            .unwrap();
+        bytes
+    }
+
+    /// Two engines of unlike geometry: what one fills, copied row by row, is what the other expects.
+    #[test]
+    fn engines_of_different_geometry_agree_on_every_byte() {
+        let (prefill, decode) = (launch(4, Order::Hnd, 8), launch(2, Order::Nhd, 16));
+        let mut target = pool(&decode, 1);
+        let lists = FreePages::new(&decode).draw(&decode, 1, TOKENS, 7).unwrap();
+        target.give(&lists, &content(Extent::Nothing), None).unwrap();
+        let wanted = rows_of(&target, &lists, 16);
+
+        let range = TokenRange { from: 5, to: TOKENS };
+        let fetched = content(Extent::Fetched(range));
+        for rank in 0..4 {
+            let mut source = pool(&prefill, rank);
+            let lists = FreePages::new(&prefill).draw(&prefill, rank, TOKENS, 3).unwrap();
+            source
+                .give(&lists, &content(Extent::Ready(Ready::complete(TOKENS))), None)
+                .unwrap();
+            assert!(source.check(&lists).unwrap().is_right());
+            for (global, from) in rows_of(&source, &lists, 8) {
+                let (component, _, _, token, _) = global;
+                let window_from = if component == 1 { TOKENS - 20 } else { 5 };
+                if (window_from..TOKENS).contains(&token)
+                    && let Some(to) = wanted.get(&global)
+                {
+                    let memory = region(&target.memory, to.region).unwrap();
+                    memory.write(to.offset, &bytes(&source, &from)).unwrap();
+                }
+            }
+        }
+        target.expect(&lists, &fetched).unwrap();
+        let checked = target.check(&lists).unwrap();
+        assert!(checked.is_right(), "{:?}", checked.told);
+        // 2 of 4 heads, 3 layers, K 24 and V 12 wide; 1 of 2 heads of the window's 20 tokens; bf16.
+        assert_eq!(checked.pattern, 36 * 3 * 2 * 36 * 2 + 20 * 16 * 2);
+        assert!(target.audit().unwrap().is_right());
+    }
+
+    /// Every byte of the pool is watched: pages asked for, held tokens, pages not asked for, padding.
+    #[test]
+    fn one_wrong_byte_anywhere_shows() {
+        let shape = ModelShape::new("m", 2).kv(0..2, 2, 8);
+        let padding = Padding {
+            page: 64,
+            ..Padding::default()
+        };
+        let envelope = Launch {
+            page_size: 4,
+            pool_pages: 3,
+            padding,
+            ..Launch::default()
+        }
+        .envelope(&shape)
+        .unwrap();
+        let mut pool = pool(&envelope, 0);
+        assert!(!pool.gaps.is_empty(), "the padding is not seen");
+        let lists = PageLists {
+            groups: vec![vec![2, 0]],
+        };
+        pool.give(
+            &lists,
+            &content(Extent::Fetched(TokenRange { from: 2, to: 7 })),
+            None,
+        )
+        .unwrap();
+        assert!(pool.audit().unwrap().is_right());
+        for (region, memory) in &pool.memory {
+            for at in 0..memory.len() {
+                let mut byte = [0];
+                memory.read(at, &mut byte).unwrap();
+                memory.write(at, &[byte[0] ^ 0x10]).unwrap();
+                let checked = pool.audit().unwrap();
+                assert_eq!(
+                    (checked.wrong, checked.told.len()),
+                    (1, 1),
+                    "region {region}, offset {at}"
+                );
+                memory.write(at, &byte).unwrap();
+            }
+        }
+        assert!(pool.audit().unwrap().is_right());
+    }
+
+    #[test]
+    fn steps_fill_only_what_is_new() {
+        let envelope = launch(1, Order::Nhd, 16);
+        let mut pool = pool(&envelope, 0);
+        let lists = FreePages::new(&envelope).draw(&envelope, 0, TOKENS, 7).unwrap();
+        let half = Extent::Ready(Ready {
+            tokens: 20,
+            front_tokens: TOKENS,
+            front_layers: 1,
+            end: None,
+        });
+        let all = Extent::Ready(Ready::complete(TOKENS));
+        pool.give(&lists, &content(half), None).unwrap();
+        let checked = pool.check(&lists).unwrap();
+        // 4 heads of 36 elements in bf16: 41 tokens of layer 0, 20 of layers 1 and 2; nothing of the window yet.
+        assert_eq!((checked.pattern, checked.wrong), (4 * 36 * 2 * (41 + 20 + 20), 0));
+        let written = pool.give(&lists, &content(all), Some(&half)).unwrap();
+        // The rest of layers 1 and 2, and the window's tokens in its pages that are kept (16 to 40).
+        assert_eq!(written, 4 * 36 * 2 * (21 + 21) + 2 * 16 * 2 * 25);
+        assert!(pool.audit().unwrap().is_right());
+    }
+
+    #[test]
+    fn pages_under_way_are_left_out_and_pages_outside_are_refused() {
+        let envelope = launch(1, Order::Nhd, 16);
+        let mut pool = pool(&envelope, 0);
+        let lists = PageLists {
+            groups: vec![vec![4], vec![1]],
+        };
+        pool.in_flight(&lists).unwrap();
+        let row = *rows_of(&pool, &lists, 16).values().next().unwrap();
+        region(&pool.memory, row.region)
+            .unwrap()
+            .write(row.offset, &[1; 4])
+            .unwrap();
+        assert!(pool.audit().unwrap().is_right());
+        let outside = PageLists {
+            groups: vec![vec![9], vec![]],
+        };
+        assert!(pool.give(&outside, &content(Extent::Nothing), None).is_err());
+    }
+}

@@ -107,14 +107,6 @@ impl Checked {
         self.wrong == 0
     }
 
-    pub(crate) fn add(&mut self, other: Checked) {
-        self.pattern += other.pattern;
-        self.untouched += other.untouched;
-        self.wrong += other.wrong;
-        self.told.extend(other.told);
-        self.told.truncate(TOLD);
-    }
-
     fn tell(&mut self, what: impl FnOnce() -> String) {
         self.wrong += 1;
         if self.told.len() < TOLD {
