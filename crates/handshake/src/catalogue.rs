@@ -5,14 +5,15 @@
 
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
+use serde::de::{self, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 macro_rules! codes {
     ($($variant:ident = $name:literal, $area:ident, $retry:ident {
         means: $means:literal, trigger: $trigger:literal, fix: $fix:literal $(,)?
     })*) => {
         /// A stable code. Its name is what messages, logs and metrics carry.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Code {
             $(#[doc = $means] $variant,)*
         }
@@ -471,6 +472,11 @@ codes! {
         trigger: "A misspelt key, a missing field, a wrong type.",
         fix: "Correct the named line; docs/ describes each file.",
     }
+    Unknown = "unknown", Input, No {
+        means: "The other side gave a code that this release does not know.",
+        trigger: "A daemon or client of a newer release.",
+        fix: "See the message beside it; `kvferry explain` of the newer release knows the code.",
+    }
     Internal = "internal", Input, Yes {
         means: "The daemon met a state that it should not be in; the transfer was ended safely.",
         trigger: "A defect in Kvferry.",
@@ -492,6 +498,34 @@ impl Code {
     /// Whether trying again unchanged can help.
     pub fn can_retry(self) -> bool {
         self.entry().retry == Retry::Yes
+    }
+}
+
+/// A code travels as its stable name, so that a release may add codes.
+impl Serialize for Code {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name())
+    }
+}
+
+/// A name that this release does not know is [`Code::Unknown`], not an error.
+impl<'de> Deserialize<'de> for Code {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Name;
+
+        impl Visitor<'_> for Name {
+            type Value = Code;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("the name of a code")
+            }
+
+            fn visit_str<E: de::Error>(self, name: &str) -> Result<Code, E> {
+                Ok(Code::from_name(name).unwrap_or(Code::Unknown))
+            }
+        }
+
+        deserializer.deserialize_str(Name)
     }
 }
 

@@ -12,11 +12,13 @@ mod envelope;
 mod launch;
 mod layout;
 pub mod limits;
+mod render;
 mod shape;
 mod spans;
 mod transfer;
 mod validate;
 mod verdict;
+mod wire;
 
 pub use catalogue::{Area, Code, Entry, Retry};
 pub use compare::compare;
@@ -31,3 +33,7 @@ pub use shape::{Cached, ModelShape};
 pub use transfer::{ABSENT, PageLists, Ready, TokenRange};
 pub use validate::{EnvelopeFault, InvalidEnvelope};
 pub use verdict::{Mismatch, Outcome, Policy, Verdict};
+pub use wire::{
+    FRAME_HEADER, Frames, MAX_ENVELOPE, MAX_PAYLOAD, NoCommonVersion, Versions, WireError, decode, encode,
+    frame,
+};

@@ -1,5 +1,7 @@
 //! Verdicts: what two envelopes make of each other.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use crate::catalogue::Code;
@@ -44,7 +46,7 @@ pub struct Mismatch {
     pub fix: String,
 }
 
-/// What two envelopes make of each other under a policy. Both daemons compute it; it must be equal.
+/// What two envelopes make of each other under a policy. Both daemons compute it; they must agree ([`Verdict::agrees`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Verdict {
     /// The outcome.
@@ -70,5 +72,38 @@ impl Verdict {
     /// Whether the pair may be linked.
     pub fn allows(&self) -> bool {
         self.outcome != Outcome::Refused
+    }
+
+    /// Whether both verdicts decide alike: the same outcome under the same policy, for the same codes and
+    /// fields. Wording and warnings may differ, as they do between releases.
+    pub fn agrees(&self, other: &Verdict) -> bool {
+        fn decisive(mismatches: &[Mismatch]) -> impl Iterator<Item = (Code, &str)> {
+            mismatches
+                .iter()
+                .map(|mismatch| (mismatch.code, mismatch.field.as_str()))
+        }
+        self.outcome == other.outcome
+            && self.policy == other.policy
+            && decisive(&self.mismatches).eq(decisive(&other.mismatches))
+            && decisive(&self.bridged).eq(decisive(&other.bridged))
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Policy::Strict => "strict",
+            Policy::Bridge => "bridge",
+        })
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Outcome::Compatible => "compatible",
+            Outcome::Bridgeable => "bridgeable",
+            Outcome::Refused => "refused",
+        })
     }
 }

@@ -1,0 +1,337 @@
+//! Wire form: bincode 2, fixed-width little-endian, with a decode limit, consumed to the last byte; frames
+//! with a length before them; and the versions that two sides have in common.
+
+use std::fmt;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::catalogue::Code;
+use crate::envelope::Envelope;
+use crate::validate::InvalidEnvelope;
+
+/// Most bytes of any payload: page lists of the largest transfers fit many times over.
+pub const MAX_PAYLOAD: usize = 64 << 20;
+/// Most bytes of an envelope.
+pub const MAX_ENVELOPE: usize = 16 << 20;
+/// Bytes of the length before a payload: a little-endian u32.
+pub const FRAME_HEADER: usize = 4;
+/// How far a frame's buffer is allocated ahead of what has arrived: a length by itself costs no more.
+const READ_AHEAD: usize = 64 << 10;
+
+/// Why bytes are no value, or a value no bytes.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WireError {
+    /// More bytes than are accepted.
+    #[error("{len} bytes, where {most} are the most")]
+    TooLong {
+        /// Bytes announced or given.
+        len: usize,
+        /// Most bytes here.
+        most: usize,
+    },
+    /// The bytes do not decode.
+    #[error("{len} bytes do not decode: {cause}")]
+    Malformed {
+        /// Bytes given.
+        len: usize,
+        /// What is wrong with them.
+        cause: String,
+    },
+    /// The value ends before the bytes do.
+    #[error("the value ends after {used} of {len} bytes")]
+    LeftOver {
+        /// Bytes that the value took.
+        used: usize,
+        /// Bytes given.
+        len: usize,
+    },
+    /// The value cannot be written.
+    #[error("the value cannot be encoded: {cause}")]
+    Unwritable {
+        /// Why.
+        cause: String,
+    },
+    /// The bytes are an envelope, and it is not valid.
+    #[error(transparent)]
+    Envelope(#[from] InvalidEnvelope),
+}
+
+impl WireError {
+    /// The stable code.
+    pub fn code(&self) -> Code {
+        match self {
+            WireError::TooLong { .. } => Code::FrameTooLong,
+            WireError::Malformed { .. } | WireError::LeftOver { .. } | WireError::Unwritable { .. } => {
+                Code::FrameMalformed
+            }
+            WireError::Envelope(invalid) => invalid.code(),
+        }
+    }
+}
+
+/// A value's bytes, at most [`MAX_PAYLOAD`].
+pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, WireError> {
+    let config = bincode::config::legacy().with_limit::<MAX_PAYLOAD>();
+    let bytes = bincode::serde::encode_to_vec(value, config).map_err(|error| WireError::Unwritable {
+        cause: error.to_string(),
+    })?;
+    within(bytes.len(), MAX_PAYLOAD)?;
+    Ok(bytes)
+}
+
+/// The value that `bytes` are, all of them. An envelope inside a message is not validated by this; whoever
+/// takes it from the message calls [`Envelope::validate`].
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, WireError> {
+    within(bytes.len(), MAX_PAYLOAD)?;
+    // Without a limit, nine hostile bytes that announce a length make the decoder allocate until it aborts.
+    let config = bincode::config::legacy().with_limit::<MAX_PAYLOAD>();
+    let (value, used) =
+        bincode::serde::decode_from_slice(bytes, config).map_err(|error| WireError::Malformed {
+            len: bytes.len(),
+            cause: error.to_string(),
+        })?;
+    if used != bytes.len() {
+        return Err(WireError::LeftOver {
+            used,
+            len: bytes.len(),
+        });
+    }
+    Ok(value)
+}
+
+fn within(len: usize, most: usize) -> Result<(), WireError> {
+    if len > most {
+        return Err(WireError::TooLong { len, most });
+    }
+    Ok(())
+}
+
+impl Envelope {
+    /// The envelope's bytes.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, WireError> {
+        let bytes = encode(self)?;
+        within(bytes.len(), MAX_ENVELOPE)?;
+        Ok(bytes)
+    }
+
+    /// The envelope that `bytes` are, validated.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Envelope, WireError> {
+        within(bytes.len(), MAX_ENVELOPE)?;
+        let envelope: Envelope = decode(bytes)?;
+        envelope.validate()?;
+        Ok(envelope)
+    }
+}
+
+/// A payload with its length before it.
+pub fn frame(payload: &[u8]) -> Result<Vec<u8>, WireError> {
+    let len = u32::try_from(payload.len())
+        .ok()
+        .filter(|_| payload.len() <= MAX_PAYLOAD);
+    let len = len.ok_or(WireError::TooLong {
+        len: payload.len(),
+        most: MAX_PAYLOAD,
+    })?;
+    let mut bytes = Vec::with_capacity(FRAME_HEADER + payload.len());
+    bytes.extend_from_slice(&len.to_le_bytes());
+    bytes.extend_from_slice(payload);
+    Ok(bytes)
+}
+
+/// Cuts a stream of bytes into frames, wherever the bytes come from. Memory grows with what arrives, never with
+/// what is announced.
+#[derive(Debug)]
+pub struct Frames {
+    most: usize,
+    header: Vec<u8>,
+    announced: Option<usize>,
+    payload: Vec<u8>,
+}
+
+impl Frames {
+    /// Accepts payloads of at most `most` bytes.
+    pub fn new(most: usize) -> Frames {
+        Frames {
+            most,
+            header: Vec::new(),
+            announced: None,
+            payload: Vec::new(),
+        }
+    }
+
+    /// Changes the longest payload accepted, from the next header on.
+    pub fn set_limit(&mut self, most: usize) {
+        self.most = most;
+    }
+
+    /// Takes bytes off the front of `input` until a frame is whole; `None` when more is needed. After an error
+    /// the stream is of no use.
+    pub fn take(&mut self, input: &mut &[u8]) -> Result<Option<Vec<u8>>, WireError> {
+        let announced = match self.announced {
+            Some(announced) => announced,
+            None => {
+                let missing = FRAME_HEADER - self.header.len();
+                let (head, rest) = input.split_at(missing.min(input.len()));
+                self.header.extend_from_slice(head);
+                *input = rest;
+                let Ok(header) = <[u8; FRAME_HEADER]>::try_from(self.header.as_slice()) else {
+                    return Ok(None);
+                };
+                self.header.clear();
+                let announced = usize::try_from(u32::from_le_bytes(header)).unwrap_or(usize::MAX);
+                within(announced, self.most)?;
+                self.payload.reserve(announced.min(READ_AHEAD));
+                self.announced = Some(announced);
+                announced
+            }
+        };
+        let missing = announced - self.payload.len();
+        let (body, rest) = input.split_at(missing.min(input.len()));
+        self.payload.extend_from_slice(body);
+        *input = rest;
+        if self.payload.len() < announced {
+            return Ok(None);
+        }
+        self.announced = None;
+        Ok(Some(std::mem::take(&mut self.payload)))
+    }
+
+    /// Whether the stream is inside a frame: ending here would cut it.
+    pub fn is_inside(&self) -> bool {
+        self.announced.is_some() || !self.header.is_empty()
+    }
+}
+
+/// The protocol versions that a side speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Versions {
+    /// Lowest.
+    pub lowest: u32,
+    /// Highest.
+    pub highest: u32,
+}
+
+/// Two sides speak no version in common: [`Code::ProtocolVersion`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no common protocol version: this side speaks {ours}, the other {theirs}; upgrade the older side")]
+pub struct NoCommonVersion {
+    /// What this side speaks.
+    pub ours: Versions,
+    /// What the other side speaks.
+    pub theirs: Versions,
+}
+
+impl Versions {
+    /// The highest version that both sides speak.
+    pub fn common(self, theirs: Versions) -> Result<u32, NoCommonVersion> {
+        let lowest = self.lowest.max(theirs.lowest);
+        let highest = self.highest.min(theirs.highest);
+        if lowest > highest {
+            return Err(NoCommonVersion { ours: self, theirs });
+        }
+        Ok(highest)
+    }
+}
+
+impl fmt::Display for Versions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.lowest == self.highest {
+            true => write!(f, "{}", self.lowest),
+            false => write!(f, "{} to {}", self.lowest, self.highest),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_are_cut_at_any_byte() {
+        let mut stream = Vec::new();
+        for payload in [b"abc".as_slice(), b"", b"d"] {
+            stream.extend(frame(payload).unwrap());
+        }
+        for step in 1..=stream.len() {
+            let mut frames = Frames::new(3);
+            let mut got = Vec::new();
+            for piece in stream.chunks(step) {
+                let mut piece = piece;
+                while let Some(payload) = frames.take(&mut piece).unwrap() {
+                    got.push(payload);
+                }
+                assert!(piece.is_empty());
+            }
+            assert_eq!(got, [b"abc".to_vec(), vec![], b"d".to_vec()], "step {step}");
+            assert!(!frames.is_inside());
+        }
+    }
+
+    #[test]
+    fn a_frame_that_is_not_whole_is_inside() {
+        let mut frames = Frames::new(100);
+        for byte in [3u8, 0, 0, 0, b'a', b'b'] {
+            assert_eq!(frames.take(&mut [byte].as_slice()), Ok(None));
+            assert!(frames.is_inside());
+        }
+    }
+
+    #[test]
+    fn a_length_is_refused_beyond_the_limit_and_reserves_little_below_it() {
+        let mut frames = Frames::new(100);
+        let error = frames.take(&mut [101, 0, 0, 0].as_slice()).unwrap_err();
+        assert_eq!(error, WireError::TooLong { len: 101, most: 100 });
+        assert_eq!(error.code(), Code::FrameTooLong);
+
+        let mut frames = Frames::new(MAX_PAYLOAD);
+        let header = u32::try_from(MAX_PAYLOAD).unwrap().to_le_bytes();
+        assert_eq!(frames.take(&mut header.as_slice()), Ok(None));
+        assert!(frames.payload.capacity() <= READ_AHEAD);
+    }
+
+    #[test]
+    fn bytes_left_over_or_missing_are_refused() {
+        let bytes = encode(&7u64).unwrap();
+        assert_eq!(bytes, [7, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(decode(&bytes), Ok(7u64));
+        let mut longer = bytes.clone();
+        longer.push(0);
+        let error = decode::<u64>(&longer).unwrap_err();
+        assert_eq!(error, WireError::LeftOver { used: 8, len: 9 });
+        assert_eq!(error.code(), Code::FrameMalformed);
+        assert!(matches!(
+            decode::<u64>(&bytes[..7]),
+            Err(WireError::Malformed { len: 7, .. })
+        ));
+    }
+
+    #[test]
+    fn a_length_that_no_bytes_follow_is_refused() {
+        let hostile = [0xff; 9];
+        assert!(matches!(
+            decode::<Vec<u8>>(&hostile),
+            Err(WireError::Malformed { .. })
+        ));
+        assert!(matches!(
+            decode::<String>(&hostile),
+            Err(WireError::Malformed { .. })
+        ));
+        let mut announced = (MAX_PAYLOAD as u64 + 1).to_le_bytes().to_vec();
+        announced.push(0);
+        assert!(decode::<Vec<u8>>(&announced).is_err());
+    }
+
+    #[test]
+    fn the_highest_common_version_is_spoken() {
+        let speaks = |lowest, highest| Versions { lowest, highest };
+        assert_eq!(speaks(1, 3).common(speaks(2, 5)), Ok(3));
+        assert_eq!(speaks(2, 5).common(speaks(1, 3)), Ok(3));
+        assert_eq!(speaks(1, 1).common(speaks(1, 1)), Ok(1));
+        let error = speaks(1, 2).common(speaks(3, 4)).unwrap_err().to_string();
+        assert!(error.contains("1 to 2") && error.contains("3 to 4"), "{error}");
+        assert!(speaks(3, 4).common(speaks(1, 2)).is_err());
+        // A range that runs backwards is no version at all.
+        assert!(speaks(1, 9).common(speaks(5, 4)).is_err());
+    }
+}
