@@ -13,9 +13,24 @@
 
 #![forbid(unsafe_code)]
 
-use std::sync::Arc;
+mod chunks;
+mod coverage;
+mod judge;
+mod link;
+mod mismatch;
+mod owners;
+mod pages;
+mod soundness;
+mod spread;
+mod stream;
+mod tokens;
+mod walk;
 
-use kvferry_handshake::{Code, Envelope, Mismatch, PageLists, Policy, Ready, TokenRange, Verdict};
+pub use chunks::{ChunkMap, MAX_CHUNKS};
+pub use judge::judge;
+use kvferry_handshake::Code;
+pub use link::LinkPlan;
+pub use pages::{MAX_PAGE_ENTRIES, MAX_TOKENS, check_pages};
 use serde::{Deserialize, Serialize};
 
 /// Version of the planner's rules; part of [`LinkPlan::digest`], so it must agree before the first byte.
@@ -68,128 +83,4 @@ pub struct PlanError {
     pub code: Code,
     /// What is wrong, with both values, and what to do.
     pub message: String,
-}
-
-/// Who sends what to whom on one link, for every pair of ranks. Made once, from two envelopes.
-#[derive(Clone, Debug)]
-pub struct LinkPlan {}
-
-impl LinkPlan {
-    /// Plans a link. Fails with *every* mismatch in coverage, never just the first.
-    pub fn new(prefill: &Envelope, decode: &Envelope) -> Result<LinkPlan, Vec<Mismatch>> {
-        let _ = (prefill, decode);
-        todo!()
-    }
-
-    /// Digest over [`PLANNER_VERSION`], [`CHUNK_BYTES`] and every stream: equal on both daemons or no byte moves.
-    pub fn digest(&self) -> [u8; 32] {
-        todo!()
-    }
-
-    /// Prefill ranks that send something to `decode_rank`, ascending.
-    pub fn sources(&self, decode_rank: u32) -> Vec<u32> {
-        let _ = decode_rank;
-        todo!()
-    }
-
-    /// Decode ranks that `prefill_rank` sends something to, ascending.
-    pub fn targets(&self, prefill_rank: u32) -> Vec<u32> {
-        let _ = prefill_rank;
-        todo!()
-    }
-}
-
-/// The verdict that `kvferry check` and both daemons use: the comparison of the envelopes, and the
-/// planner's proof. The plan comes with it where the verdict allows a link.
-pub fn judge(prefill: &Envelope, decode: &Envelope, policy: Policy) -> (Verdict, Option<LinkPlan>) {
-    let _ = (prefill, decode, policy);
-    todo!()
-}
-
-/// Checks one rank's page lists for the first `tokens` tokens: the number of groups, ids in the pool,
-/// enough entries and not too many; on the decode side (`unique`) no page twice.
-pub fn check_pages(
-    envelope: &Envelope,
-    rank: u32,
-    pages: &PageLists,
-    tokens: u64,
-    unique: bool,
-) -> Result<(), PlanError> {
-    let _ = (envelope, rank, pages, tokens, unique);
-    todo!()
-}
-
-/// The numbered chunks of one (prefill rank, decode rank) pair for one fetch. Cheap to clone.
-#[derive(Clone, Debug)]
-pub struct ChunkMap {}
-
-impl ChunkMap {
-    /// Numbers the chunks for tokens `range`. `decode_pages` are the decode rank's lists: what is absent
-    /// there is not wanted. Both daemons make this map, and it must be equal.
-    pub fn new(
-        link: &Arc<LinkPlan>,
-        prefill_rank: u32,
-        decode_rank: u32,
-        range: TokenRange,
-        decode_pages: Arc<PageLists>,
-    ) -> Result<ChunkMap, PlanError> {
-        let _ = (link, prefill_rank, decode_rank, range, decode_pages);
-        todo!()
-    }
-
-    /// The same chunk numbers with tokens cut at `end`: a final publish may be shorter than what is wanted.
-    pub fn cut(&self, end: u64) -> ChunkMap {
-        let _ = end;
-        todo!()
-    }
-
-    /// One past the last token.
-    pub fn end(&self) -> u64 {
-        todo!()
-    }
-
-    /// Number of chunks; the same for every cut.
-    pub fn chunks(&self) -> u32 {
-        todo!()
-    }
-
-    /// Bytes of a chunk; 0 for one that holds nothing.
-    pub fn chunk_bytes(&self, chunk: u32) -> u64 {
-        let _ = chunk;
-        todo!()
-    }
-
-    /// Bytes of all chunks.
-    pub fn total_bytes(&self) -> u64 {
-        todo!()
-    }
-
-    /// Whether everything in the chunk is ready at the source.
-    pub fn is_ready(&self, chunk: u32, ready: &Ready) -> bool {
-        let _ = (chunk, ready);
-        todo!()
-    }
-
-    /// Checks that every page that the map needs is present in the prefill rank's lists.
-    pub fn check_source(&self, prefill_pages: &PageLists) -> Result<(), PlanError> {
-        let _ = prefill_pages;
-        todo!()
-    }
-
-    /// One side's byte ranges of a chunk, in the order in which its bytes travel; neighbours are merged.
-    pub fn extents<'a>(
-        &'a self,
-        chunk: u32,
-        side: Side,
-        pages: &'a PageLists,
-    ) -> impl Iterator<Item = Extent> + 'a {
-        let _ = (chunk, side, pages);
-        std::iter::empty()
-    }
-
-    /// Both sides' byte ranges of a chunk, merged where both are contiguous.
-    pub fn moves<'a>(&'a self, chunk: u32, prefill_pages: &'a PageLists) -> impl Iterator<Item = Move> + 'a {
-        let _ = (chunk, prefill_pages);
-        std::iter::empty()
-    }
 }

@@ -1,0 +1,232 @@
+//! What a rank's page lists must look like.
+
+use kvferry_handshake::{ABSENT, Code, Envelope, PageLists, Unit};
+
+use crate::PlanError;
+use crate::tokens::Share;
+
+/// Longest page list.
+pub const MAX_PAGE_ENTRIES: usize = 1 << 24;
+
+/// Longest prompt in tokens.
+pub const MAX_TOKENS: u64 = 1 << 32;
+
+/// One rank's rules, one per page group.
+#[derive(Clone, Debug)]
+pub(crate) struct PageRules {
+    rank: u32,
+    groups: Vec<GroupRule>,
+}
+
+#[derive(Clone, Debug)]
+struct GroupRule {
+    name: String,
+    page_size: u64,
+    pool: u32,
+    /// How the group's components split tokens, each once; empty where the rank holds none of them.
+    shares: Vec<Share>,
+    /// The group holds slots, of which there may be any number.
+    slots: bool,
+}
+
+/// Checks one rank's page lists for the first `tokens` tokens: the number of groups, ids in the pool,
+/// enough entries; on the decode side (`unique`) not too many and no page twice.
+pub fn check_pages(
+    envelope: &Envelope,
+    rank: u32,
+    pages: &PageLists,
+    tokens: u64,
+    unique: bool,
+) -> Result<(), PlanError> {
+    let rules = PageRules::new(envelope, rank).ok_or_else(|| PlanError {
+        code: Code::PagesInvalid,
+        message: format!(
+            "page lists of rank {rank}, but the envelope has {} ranks",
+            envelope.ranks.len()
+        ),
+    })?;
+    rules.check(pages, tokens)?;
+    if unique {
+        rules.check_unique(pages, tokens)?;
+    }
+    Ok(())
+}
+
+impl PageRules {
+    pub(crate) fn new(envelope: &Envelope, rank: u32) -> Option<PageRules> {
+        let worker = envelope.ranks.get(usize::try_from(rank).ok()?)?;
+        let mut groups: Vec<GroupRule> = envelope
+            .page_groups
+            .iter()
+            .map(|group| GroupRule {
+                name: group.name.clone(),
+                page_size: u64::from(group.page_size),
+                pool: group.pool_pages,
+                shares: Vec::new(),
+                slots: false,
+            })
+            .collect();
+        let mut placed = vec![false; envelope.components.len()];
+        for placement in &worker.placements {
+            if let Some(placed) = placed.get_mut(usize::from(placement.component)) {
+                *placed = true;
+            }
+        }
+        for (component, placed) in envelope.components.iter().zip(placed) {
+            let Some(group) = groups.get_mut(usize::from(component.page_group)) else {
+                continue;
+            };
+            let share = Share::new(component.dcp, worker.dcp_rank);
+            if component.unit == Unit::Slot {
+                group.slots = true;
+            } else if placed && !group.shares.contains(&share) {
+                group.shares.push(share);
+            }
+        }
+        Some(PageRules { rank, groups })
+    }
+
+    /// Whether page `id` of `group` exists.
+    pub(crate) fn pool(&self, group: u16) -> u32 {
+        self.groups.get(usize::from(group)).map_or(0, |group| group.pool)
+    }
+
+    /// The rules that both sides have.
+    pub(crate) fn check(&self, pages: &PageLists, tokens: u64) -> Result<(), PlanError> {
+        if tokens > MAX_TOKENS {
+            return Err(PlanError {
+                code: Code::OverLimit,
+                message: format!("{tokens} tokens; at most {MAX_TOKENS}"),
+            });
+        }
+        if pages.groups.len() != self.groups.len() {
+            return Err(PlanError {
+                code: Code::PagesInvalid,
+                message: format!(
+                    "{} page lists for rank {}, but its envelope has {} page groups: give one list per group",
+                    pages.groups.len(),
+                    self.rank,
+                    self.groups.len()
+                ),
+            });
+        }
+        for (group, list) in self.groups.iter().zip(&pages.groups) {
+            if list.len() > MAX_PAGE_ENTRIES {
+                return Err(PlanError {
+                    code: Code::OverLimit,
+                    message: format!(
+                        "{} entries in the page list of group {:?} of rank {}; at most {MAX_PAGE_ENTRIES}",
+                        list.len(),
+                        group.name,
+                        self.rank
+                    ),
+                });
+            }
+            let needed = group.needed(tokens);
+            if (list.len() as u64) < needed {
+                return Err(self.invalid(
+                    group,
+                    format!(
+                        "{} entries, but {tokens} tokens take {needed} pages of {} tokens",
+                        list.len(),
+                        group.page_size
+                    ),
+                ));
+            }
+            if let Some((at, id)) = first_outside(list, group.pool) {
+                return Err(self.invalid(
+                    group,
+                    format!("entry {at} is page {id}, but the pool has {} pages", group.pool),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// What a decode rank's lists must keep besides: no more entries than the prompt can take, and no page twice.
+    fn check_unique(&self, pages: &PageLists, tokens: u64) -> Result<(), PlanError> {
+        for (group, list) in self.groups.iter().zip(&pages.groups) {
+            let most = group.most(tokens);
+            if most.is_some_and(|most| list.len() as u64 > most) {
+                return Err(self.invalid(
+                    group,
+                    format!(
+                        "{} entries, but {tokens} tokens take at most {} pages of {} tokens",
+                        list.len(),
+                        most.unwrap_or(0),
+                        group.page_size
+                    ),
+                ));
+            }
+            if let Some(id) = repeated(list, group.pool) {
+                return Err(self.invalid(group, format!("page {id} is named twice")));
+            }
+        }
+        Ok(())
+    }
+
+    fn invalid(&self, group: &GroupRule, what: String) -> PlanError {
+        PlanError {
+            code: Code::PagesInvalid,
+            message: format!(
+                "page list of group {:?} of rank {}: {what}",
+                group.name, self.rank
+            ),
+        }
+    }
+}
+
+impl GroupRule {
+    /// Entries that the first `tokens` tokens take.
+    fn needed(&self, tokens: u64) -> u64 {
+        let local = self.shares.iter().map(|share| share.count_below(tokens)).max();
+        local.unwrap_or(0).div_ceil(self.page_size.max(1))
+    }
+
+    /// Entries that they take at most on any rank: engines with DCP give all ranks lists of one length.
+    fn most(&self, tokens: u64) -> Option<u64> {
+        if self.slots {
+            return None;
+        }
+        let widest = self.shares.iter().map(|share| u64::from(share.dcp.size)).min()?;
+        Some(tokens.div_ceil(self.page_size.max(1).saturating_mul(widest.max(1))))
+    }
+}
+
+/// The first entry that is neither absent nor in the pool.
+fn first_outside(list: &[u32], pool: u32) -> Option<(usize, u32)> {
+    // Page lists are long and nearly always good: ask first in a form that vectorises.
+    let bad = list
+        .iter()
+        .fold(false, |bad, id| bad | ((*id >= pool) & (*id != ABSENT)));
+    if !bad {
+        return None;
+    }
+    let at = list.iter().position(|id| *id >= pool && *id != ABSENT)?;
+    Some((at, list[at]))
+}
+
+/// An id, other than absent, that the list has twice.
+fn repeated(list: &[u32], pool: u32) -> Option<u32> {
+    let pool = usize::try_from(pool).unwrap_or(usize::MAX);
+    // One bit a page of the pool, unless the pool is huge and the list short.
+    if pool / 64 <= list.len().saturating_add(1024) {
+        let mut seen = vec![0u64; pool / 64 + 1];
+        for id in list.iter().filter(|id| **id != ABSENT) {
+            let at = usize::try_from(*id).unwrap_or(usize::MAX);
+            let (word, bit) = (at / 64, 1u64 << (at % 64));
+            let word = seen.get_mut(word)?;
+            if *word & bit != 0 {
+                return Some(*id);
+            }
+            *word |= bit;
+        }
+        return None;
+    }
+    let mut sorted: Vec<u32> = list.iter().copied().filter(|id| *id != ABSENT).collect();
+    sorted.sort_unstable();
+    sorted
+        .windows(2)
+        .find(|pair| pair[0] == pair[1])
+        .map(|pair| pair[0])
+}
