@@ -16,8 +16,14 @@ type Key = (u16, u32, u32, u16, u32);
 
 /// Proves it, or says what is wrong. A failure is a defect of the planner, or an envelope that places a row twice.
 pub(crate) fn prove(pairs: &[Pair<'_>], streams: &[Stream]) -> Result<(), Vec<Mismatch>> {
-    let owned = merge(owned(pairs)).map_err(|key| vec![twice("the envelope places", key)])?;
-    let carried = merge(carried(streams)).map_err(|key| vec![twice("the plan carries", key)])?;
+    let carried = carried(streams);
+    let owned = owned(pairs, carried.len()).ok_or_else(|| {
+        vec![mismatch::internal(
+            "the plan carries less than the decode side owns",
+        )]
+    })?;
+    let owned = merge(owned).map_err(|key| vec![twice("the envelope places", key)])?;
+    let carried = merge(carried).map_err(|key| vec![twice("the plan carries", key)])?;
     if owned != carried {
         let first = owned
             .iter()
@@ -39,8 +45,8 @@ fn twice(who: &str, (component, rank, layer, part, class): Key) -> Mismatch {
     ))
 }
 
-/// What the decode ranks own.
-fn owned(pairs: &[Pair<'_>]) -> Vec<(Key, HeadSpan)> {
+/// What the decode ranks own; `None` where that is more than `most` spans, for each is carried by a stream or more.
+fn owned(pairs: &[Pair<'_>], most: usize) -> Option<Vec<(Key, HeadSpan)>> {
     let mut rows = Vec::new();
     for pair in pairs {
         for rank in &pair.envelopes[TARGET].ranks {
@@ -57,11 +63,14 @@ fn owned(pairs: &[Pair<'_>]) -> Vec<(Key, HeadSpan)> {
                             (key, placement.heads)
                         }));
                     }
+                    if rows.len() > most {
+                        return None;
+                    }
                 }
             }
         }
     }
-    rows
+    Some(rows)
 }
 
 /// What the streams carry.

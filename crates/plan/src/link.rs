@@ -13,6 +13,9 @@ use crate::stream::{Axis, Both, LayerBase, SOURCE, Stream, TARGET, inner_steps};
 use crate::tokens::{Share, TokenSet};
 use crate::{CHUNK_BYTES, PLANNER_VERSION, coverage, soundness};
 
+/// Most layers of all streams of a link: far above any engine, low enough for a hostile envelope.
+const MOST_PLACED: usize = 1 << 22;
+
 /// Who sends what to whom on one link, for every pair of ranks. Made once, from two envelopes.
 #[derive(Clone, Debug)]
 pub struct LinkPlan {
@@ -190,6 +193,7 @@ impl Pair<'_> {
     fn plan(&self, streams: &mut Vec<Stream>) -> Result<Gaps, Box<Mismatch>> {
         mismatch::check_carriable(self)?;
         let mut gaps = Gaps::default();
+        let mut placed: usize = streams.iter().map(|stream| stream.layers.len()).sum();
         for group in owners::groups(self.envelopes, self.at, &self.parts) {
             let layers = group.layers();
             if group.owners[SOURCE].is_empty() {
@@ -197,27 +201,35 @@ impl Pair<'_> {
                 continue;
             }
             let classes = self.dcp(SOURCE).size;
-            let (assignments, missing) =
-                spread(&group, layers.len(), classes, |side, rank| self.share(side, rank));
+            let spread = spread(&group, layers.len(), classes, |side, rank| self.share(side, rank));
+            let (assignments, missing) = spread.ok_or_else(|| self.too_large())?;
             for gap in missing {
                 gaps.rows(&layers, gap);
             }
             for assignment in assignments {
-                self.streams(&group, &layers, assignment, streams)
-                    .ok_or_else(|| Box::new(mismatch::internal("an address is beyond 64 bits")))?;
+                let added = self.streams(&group, &layers, assignment, streams);
+                placed +=
+                    added.ok_or_else(|| Box::new(mismatch::internal("an address is beyond 64 bits")))?;
+                if placed > MOST_PLACED {
+                    return Err(self.too_large());
+                }
             }
         }
         Ok(gaps)
     }
 
-    /// The streams of one assignment: layers that lie alike share one.
+    fn too_large(&self) -> Box<Mismatch> {
+        Box::new(mismatch::too_large(&self.component(TARGET).name))
+    }
+
+    /// The streams of one assignment, and their number of layers: layers that lie alike share one.
     fn streams(
         &self,
         group: &Group,
         layers: &[u32],
         assignment: Assignment,
         streams: &mut Vec<Stream>,
-    ) -> Option<()> {
+    ) -> Option<usize> {
         let first_new = streams.len();
         let mut known: HashMap<(Lie, Vec<u16>), usize> = HashMap::new();
         let planes = group.planes_of(layers, assignment.layers.0, assignment.layers.1);
@@ -230,8 +242,9 @@ impl Pair<'_> {
                 streams[at].layers.push(base);
             }
         }
-        streams[first_new..].iter_mut().for_each(Stream::settle);
-        Some(())
+        let new = &mut streams[first_new..];
+        new.iter_mut().for_each(Stream::settle);
+        Some(new.iter().map(|stream| stream.layers.len()).sum())
     }
 
     /// How one layer's parts lie: those that lie next to each other on both sides are taken together.

@@ -30,6 +30,15 @@ pub(crate) fn internal(what: &str) -> Mismatch {
     )
 }
 
+pub(crate) fn too_large(name: &str) -> Mismatch {
+    new(
+        Code::OverLimit,
+        format!("component.{name}"),
+        ["", ""].map(str::to_owned),
+        "its placements and splits meet in more ways than the planner allows".to_owned(),
+    )
+}
+
 pub(crate) fn no_component(name: &str) -> Mismatch {
     new(
         Code::Components,

@@ -1,5 +1,7 @@
 //! What a rank's page lists must look like.
 
+use std::collections::BTreeMap;
+
 use kvferry_handshake::{ABSENT, Code, Envelope, PageLists, Unit};
 
 use crate::PlanError;
@@ -23,6 +25,8 @@ struct GroupRule {
     name: String,
     page_size: u64,
     pool: u32,
+    /// Position of the group whose pool it draws from.
+    drawn_from: u16,
     /// How the group's components split tokens, each once; empty where the rank holds none of them.
     shares: Vec<Share>,
     /// The group holds slots, of which there may be any number.
@@ -62,6 +66,7 @@ impl PageRules {
                 name: group.name.clone(),
                 page_size: u64::from(group.page_size),
                 pool: group.pool_pages,
+                drawn_from: group.pool,
                 shares: Vec::new(),
                 slots: false,
             })
@@ -158,8 +163,18 @@ impl PageRules {
                     ),
                 ));
             }
-            if let Some(id) = repeated(list, group.pool) {
-                return Err(self.invalid(group, format!("page {id} is named twice")));
+        }
+        // Groups that share a pool must not share a page either.
+        let mut pools: BTreeMap<u16, (&GroupRule, Vec<&[u32]>)> = BTreeMap::new();
+        for (group, list) in self.groups.iter().zip(&pages.groups) {
+            let lists = pools
+                .entry(group.drawn_from)
+                .or_insert_with(|| (group, Vec::new()));
+            lists.1.push(list);
+        }
+        for (group, lists) in pools.into_values() {
+            if let Some(id) = repeated(&lists, group.pool) {
+                return Err(self.invalid(group, format!("page {id} of its pool is named twice")));
             }
         }
         Ok(())
@@ -206,24 +221,31 @@ fn first_outside(list: &[u32], pool: u32) -> Option<(usize, u32)> {
     Some((at, list[at]))
 }
 
-/// An id, other than absent, that the list has twice.
-fn repeated(list: &[u32], pool: u32) -> Option<u32> {
+/// An id, other than absent, that the lists have twice.
+fn repeated(lists: &[&[u32]], pool: u32) -> Option<u32> {
+    let ids = || {
+        lists
+            .iter()
+            .flat_map(|list| list.iter().copied())
+            .filter(|id| *id != ABSENT)
+    };
+    let entries: usize = lists.iter().map(|list| list.len()).sum();
     let pool = usize::try_from(pool).unwrap_or(usize::MAX);
-    // One bit a page of the pool, unless the pool is huge and the list short.
-    if pool / 64 <= list.len().saturating_add(1024) {
+    // One bit a page of the pool, unless the pool is huge and the lists short.
+    if pool / 64 <= entries.saturating_add(1024) {
         let mut seen = vec![0u64; pool / 64 + 1];
-        for id in list.iter().filter(|id| **id != ABSENT) {
+        return ids().find(|id| {
             let at = usize::try_from(*id).unwrap_or(usize::MAX);
-            let (word, bit) = (at / 64, 1u64 << (at % 64));
-            let word = seen.get_mut(word)?;
-            if *word & bit != 0 {
-                return Some(*id);
-            }
+            let Some(word) = seen.get_mut(at / 64) else {
+                return true;
+            };
+            let bit = 1u64 << (at % 64);
+            let before = *word & bit != 0;
             *word |= bit;
-        }
-        return None;
+            before
+        });
     }
-    let mut sorted: Vec<u32> = list.iter().copied().filter(|id| *id != ABSENT).collect();
+    let mut sorted: Vec<u32> = ids().collect();
     sorted.sort_unstable();
     sorted
         .windows(2)

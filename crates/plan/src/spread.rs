@@ -34,71 +34,87 @@ pub(crate) struct Gap {
     pub(crate) wanter: u32,
 }
 
-/// Spreads one group. `shares` gives the tokens that a rank holds, per side; `classes` is the number of
-/// shares that the source splits tokens into.
+/// Most steps that one group may take: far above any engine, low enough for a hostile envelope.
+const MOST_STEPS: usize = 1 << 24;
+
+/// Spreads one group of `layers` layers. `classes` is the number of shares that the source splits tokens
+/// into, `share` the tokens that a rank holds on a side. `None`: more work than any engine needs.
 pub(crate) fn spread(
     group: &Group,
     layers: usize,
     classes: u32,
     share: impl Fn(usize, u32) -> Share,
-) -> (Vec<Assignment>, Vec<Gap>) {
-    let source_shares: Vec<Share> = group.owners[SOURCE]
-        .iter()
-        .map(|o| share(SOURCE, o.rank))
-        .collect();
-    let target_shares: Vec<Share> = group.owners[TARGET]
-        .iter()
-        .map(|o| share(TARGET, o.rank))
-        .collect();
-    // Which wanters a source class concerns does not depend on the atom.
-    let dcp = source_shares.first().map(|share| share.dcp);
-    let mut meets: HashMap<(u32, Share), bool> = HashMap::new();
+) -> Option<(Vec<Assignment>, Vec<Gap>)> {
+    let shares_of = |side: usize| -> Vec<Share> {
+        let owners = group.owners[side].iter();
+        owners.map(|owner| share(side, owner.rank)).collect()
+    };
+    let (source_shares, target_shares) = (shares_of(SOURCE), shares_of(TARGET));
+    // Which source classes concern a wanter does not depend on the atom.
+    let mut concerned: HashMap<Share, Vec<usize>> = HashMap::new();
+    if let Some(source) = source_shares.first() {
+        for wanted in &target_shares {
+            concerned.entry(*wanted).or_insert_with(|| {
+                let class_shares = (0..classes).map(|rank| Share { rank, ..*source });
+                let met = class_shares.enumerate().filter(|(_, class)| class.meets(wanted));
+                met.map(|(class, _)| class).collect()
+            });
+        }
+    }
 
     let mut spread = Spread::default();
     let mut gaps = Vec::new();
-    for (heads, [holders, wanters]) in atoms(group) {
-        if wanters.is_empty() {
-            continue;
-        }
-        let Some(dcp) = dcp.filter(|_| !holders.is_empty()) else {
-            gaps.push(Gap {
+    let mut steps = 0;
+    let classes = usize::try_from(classes).unwrap_or(usize::MAX);
+    let mut by_class: Vec<[Vec<usize>; 2]> = vec![Default::default(); classes];
+    for (heads, [holders, wanters]) in atoms(group)? {
+        if holders.is_empty() {
+            gaps.extend(wanters.first().map(|first| Gap {
                 heads,
                 class: None,
-                wanter: group.owners[TARGET][wanters[0]].rank,
-            });
+                wanter: group.owners[TARGET][*first].rank,
+            }));
             continue;
-        };
-        let mut by_class: Vec<Vec<usize>> = vec![Vec::new(); usize::try_from(classes).unwrap_or(0)];
+        }
+        let mut touched = Vec::new();
+        for wanter in wanters {
+            let classes = concerned
+                .get(&target_shares[wanter])
+                .map_or(&[][..], Vec::as_slice);
+            steps += classes.len();
+            for class in classes {
+                let wanters = &mut by_class[*class][TARGET];
+                if wanters.is_empty() {
+                    touched.push(*class);
+                }
+                wanters.push(wanter);
+            }
+        }
+        if steps > MOST_STEPS {
+            return None;
+        }
         for holder in holders {
             let class = usize::try_from(source_shares[holder].rank).unwrap_or(usize::MAX);
             if let Some(class) = by_class.get_mut(class) {
-                class.push(holder);
+                class[SOURCE].push(holder);
             }
         }
-        for (class, holders) in (0..classes).zip(&by_class) {
-            let class_share = Share { dcp, rank: class };
-            let wanters: Vec<usize> = wanters
-                .iter()
-                .copied()
-                .filter(|wanter| {
-                    let wanted = target_shares[*wanter];
-                    *meets
-                        .entry((class, wanted))
-                        .or_insert_with(|| class_share.meets(&wanted))
-                })
-                .collect();
-            match (wanters.first(), holders.is_empty()) {
-                (Some(first), true) => gaps.push(Gap {
+        touched.sort_unstable();
+        for class in touched {
+            let [holders, wanters] = &by_class[class];
+            if holders.is_empty() {
+                gaps.extend(wanters.first().map(|first| Gap {
                     heads,
-                    class: Some(class),
+                    class: u32::try_from(class).ok(),
                     wanter: group.owners[TARGET][*first].rank,
-                }),
-                (Some(_), false) => spread.share_out(heads, holders, &wanters, layers),
-                (None, _) => {}
+                }));
+            } else {
+                spread.share_out(heads, holders, wanters, layers);
             }
         }
+        by_class.iter_mut().flatten().for_each(Vec::clear);
     }
-    (spread.done, gaps)
+    Some((spread.done, gaps))
 }
 
 #[derive(Default)]
@@ -149,8 +165,11 @@ impl Spread {
     }
 }
 
-/// The atoms, ascending, each with the owners that have it on either side.
-fn atoms(group: &Group) -> Vec<(HeadSpan, [Vec<usize>; 2])> {
+/// Heads that no rank's span divides, with the owners that have them on either side.
+type Atom = (HeadSpan, [Vec<usize>; 2]);
+
+/// The atoms, ascending. `None`: more than any engine has.
+fn atoms(group: &Group) -> Option<Vec<Atom>> {
     let mut cuts: Vec<u32> = group
         .owners
         .iter()
@@ -159,7 +178,7 @@ fn atoms(group: &Group) -> Vec<(HeadSpan, [Vec<usize>; 2])> {
         .collect();
     cuts.sort_unstable();
     cuts.dedup();
-    let mut atoms: Vec<(HeadSpan, [Vec<usize>; 2])> = cuts
+    let mut atoms: Vec<Atom> = cuts
         .windows(2)
         .map(|cut| {
             let heads = HeadSpan {
@@ -169,14 +188,19 @@ fn atoms(group: &Group) -> Vec<(HeadSpan, [Vec<usize>; 2])> {
             (heads, [Vec::new(), Vec::new()])
         })
         .collect();
+    let mut steps = 0;
     for side in [SOURCE, TARGET] {
         for (number, owner) in group.owners[side].iter().enumerate() {
             let from = cuts.partition_point(|cut| *cut < owner.heads.first);
             let to = cuts.partition_point(|cut| *cut < owner.heads.end());
+            steps += to - from;
+            if steps > MOST_STEPS {
+                return None;
+            }
             for (_, owners) in atoms.iter_mut().take(to).skip(from) {
                 owners[side].push(number);
             }
         }
     }
-    atoms
+    Some(atoms)
 }

@@ -3,8 +3,8 @@
 
 use kvferry_handshake::Dcp;
 
-/// Largest period over which a count is remembered; beyond it, counting walks.
-const COUNTED_PERIOD: u64 = 1 << 16;
+/// The longest grid, in tokens, that is made to fit both sides; beyond it, it fits the target alone.
+const LONGEST_GRID: u64 = 1 << 16;
 
 /// The tokens that one rank holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,8 +24,6 @@ pub(crate) struct TokenSet {
     pub(crate) pages: [u64; 2],
     /// The absolute grid on which chunks are cut, in tokens: whole pages and DCP periods of both sides.
     pub(crate) grid: u64,
-    /// Tokens of the set in one period of both splits, where that is short enough to count.
-    period: Option<(u64, u64)>,
 }
 
 /// Tokens that lie in one page on both sides: `blocks` blocks of `tokens` consecutive ones, `steps` local
@@ -80,6 +78,10 @@ impl Share {
         self.dcp.count_below(self.rank, token)
     }
 
+    fn count_between(&self, from: u64, to: u64) -> u64 {
+        self.count_below(to) - self.count_below(from)
+    }
+
     /// The first token of the share at or after `token`.
     fn next(&self, token: u64) -> u64 {
         if self.is_whole() {
@@ -100,14 +102,27 @@ impl Share {
         g - token % g
     }
 
-    /// Whether the two shares have a token in common: token `t` is in a share iff `t` modulo its period
-    /// lies in an interval, and two congruences have a solution iff they agree modulo the periods' gcd.
+    /// Whether the two shares have a token in common.
     pub(crate) fn meets(&self, other: &Share) -> bool {
-        let common = gcd(self.period(), other.period());
-        let (a, b) = (u64::from(self.dcp.interleave), u64::from(other.dcp.interleave));
-        let (first, second) = (u64::from(self.rank) * a, u64::from(other.rank) * b);
-        let ahead = (second % common + common - first % common) % common;
-        ahead < a || (common - ahead) % common < b
+        self.common(other) > 0
+    }
+
+    /// Tokens that the two shares have in common in one period of both. Token `t` is in a share iff `t`
+    /// modulo its period lies in an interval as long as the interleave. Of two congruences, one solution lies
+    /// in each common period iff they agree modulo the periods' gcd: so count the pairs that agree.
+    fn common(&self, other: &Share) -> u64 {
+        let gcd = gcd(self.period(), other.period());
+        let (ours, theirs) = (u64::from(self.dcp.interleave), u64::from(other.dcp.interleave));
+        // Whole rounds modulo the gcd meet everything once; what is left are two intervals on a circle.
+        let (left, other_left) = (ours % gcd, theirs % gcd);
+        let rounds = ours / gcd * theirs + theirs / gcd * left;
+        let first = u64::from(self.rank) * ours % gcd;
+        let other_first = u64::from(other.rank) * theirs % gcd;
+        let overlap = |a: u64, b: u64| (a + left).min(b + other_left).saturating_sub(a.max(b));
+        rounds
+            + overlap(first, other_first)
+            + overlap(first + gcd, other_first)
+            + overlap(first, other_first + gcd)
     }
 }
 
@@ -119,20 +134,14 @@ impl TokenSet {
             target_page.saturating_mul(u64::from(target.dcp.size)),
         ];
         let grid = lcm(spans[0], spans[1])
-            .filter(|both| *both <= COUNTED_PERIOD)
+            .filter(|both| *both <= LONGEST_GRID)
             .unwrap_or(spans[1].max(1));
-        let mut set = TokenSet {
+        TokenSet {
             source,
             target,
             pages: [source_page, target_page],
             grid,
-            period: None,
-        };
-        if source != target && !source.is_whole() && !target.is_whole() {
-            let period = lcm(source.period(), target.period()).filter(|p| *p <= COUNTED_PERIOD);
-            set.period = period.map(|p| (p, set.walk_count(0, p)));
         }
-        set
     }
 
     /// Tokens of the set in `[from, to)`.
@@ -141,26 +150,33 @@ impl TokenSet {
             return 0;
         }
         if self.source == self.target || self.source.is_whole() {
-            return self.target.count_below(to) - self.target.count_below(from);
+            return self.target.count_between(from, to);
         }
         if self.target.is_whole() {
-            return self.source.count_below(to) - self.source.count_below(from);
+            return self.source.count_between(from, to);
         }
-        match self.period {
-            Some((period, each)) => {
-                let whole = (to - from) / period;
-                whole * each + self.walk_count(from + whole * period, to)
-            }
-            None => self.walk_count(from, to),
-        }
+        let whole = match lcm(self.source.period(), self.target.period()) {
+            Some(period) => ((to - from) / period, period),
+            None => (0, 0),
+        };
+        let rest = from + whole.0 * whole.1;
+        whole.0 * self.source.common(&self.target) + self.walk_count(rest, to)
     }
 
+    /// The same for less than a period: block by block of the side whose blocks are further apart. The
+    /// number of steps is below the square root of the tokens.
     fn walk_count(&self, from: u64, to: u64) -> u64 {
+        let (few, many) = if self.source.period() > self.target.period() {
+            (&self.source, &self.target)
+        } else {
+            (&self.target, &self.source)
+        };
         let mut count = 0;
-        let mut at = from;
-        while let Some((first, tokens)) = self.next(at, to) {
-            count += tokens;
-            at = first + tokens;
+        let mut at = few.next(from);
+        while at < to {
+            let end = (at + few.consecutive(at)).min(to);
+            count += many.count_between(at, end);
+            at = few.next(end);
         }
         count
     }

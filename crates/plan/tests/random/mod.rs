@@ -1,0 +1,7 @@
+//! Random pairs of engines.
+
+pub(crate) mod case;
+pub(crate) mod draw;
+pub(crate) mod engine;
+pub(crate) mod memory;
+pub(crate) mod reference;
