@@ -1,6 +1,6 @@
 //! The planner against an element-by-element copy, over random pairs of engines.
 
-#![allow(clippy::cast_possible_truncation, missing_docs)]
+#![allow(clippy::cast_possible_truncation, clippy::unwrap_used)]
 
 mod random;
 

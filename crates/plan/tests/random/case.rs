@@ -37,7 +37,7 @@ impl Case {
         let model = model(draw);
         let (launches, cuts) = launches(draw, &model);
         let (range, prompt) = tokens(draw, &model, &launches, &cuts);
-        let slots = draw.from_to(1, 3);
+        let slots = draw.between(1, 3);
         let scattered = draw.once_in(2);
         draw.saw("page ids", if scattered { "scattered" } else { "in order" });
         let holes = draw.once_in(4);
@@ -45,7 +45,7 @@ impl Case {
         for (side, tokens) in [prompt, range.to].into_iter().enumerate() {
             let pools: Vec<u32> = entries(&model, &cuts[side], tokens, slots)
                 .iter()
-                .map(|most| most + draw.from_to(1, 4))
+                .map(|most| most + draw.between(1, 4))
                 .collect();
             let envelope = engine(draw, &model, &launches[side], &cuts[side], &pools);
             let mut lists = Vec::new();
@@ -91,7 +91,7 @@ impl Case {
             early: Ready {
                 tokens,
                 front_tokens: tokens + draw.below(end - tokens + 1),
-                front_layers: draw.from_to(0, 6),
+                front_layers: draw.between(0, 6),
                 end: None,
             },
         }
@@ -265,7 +265,7 @@ fn zip(source: &[Extent], target: &[Extent]) -> Vec<Move> {
 
 fn launches(draw: &mut Draw, model: &Model) -> ([Launch; 2], [Cut; 2]) {
     let whole_pages = model.components.iter().any(|c| c.unit == Unit::Page);
-    let tp = [draw.from_to(1, 16), draw.from_to(1, 16)];
+    let tp = [draw.between(1, 16), draw.between(1, 16)];
     let divisor = |draw: &mut Draw, tp: u32| {
         let divisors: Vec<u32> = (1..=tp).filter(|n| tp.is_multiple_of(*n)).collect();
         draw.pick(&divisors)
@@ -352,7 +352,7 @@ fn tokens(draw: &mut Draw, model: &Model, launches: &[Launch; 2], cuts: &[Cut; 2
 
 fn lcm(a: u64, b: u64) -> u64 {
     let mut c = a;
-    while c % b != 0 {
+    while !c.is_multiple_of(b) {
         c += a;
     }
     c

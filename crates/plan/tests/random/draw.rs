@@ -30,7 +30,7 @@ impl Draw {
     }
 
     /// A number from `low` to `high`, both included.
-    pub(crate) fn from_to(&mut self, low: u32, high: u32) -> u32 {
+    pub(crate) fn between(&mut self, low: u32, high: u32) -> u32 {
         low + self.below(u64::from(high - low) + 1) as u32
     }
 

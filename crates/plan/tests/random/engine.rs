@@ -30,10 +30,10 @@ pub(crate) fn model(draw: &mut Draw) -> Model {
             Kind::Scales,
             Kind::State,
         ]);
-        let layers = draw.from_to(1, 5);
-        let first = draw.from_to(0, 3);
-        let gap = draw.from_to(1, 2);
-        let heads = draw.from_to(1, 16);
+        let layers = draw.between(1, 5);
+        let first = draw.between(0, 3);
+        let gap = draw.between(1, 2);
+        let heads = draw.between(1, 16);
         let parts: &[(&str, u32)] = match kind {
             Kind::Kv | Kind::Window => &[("k", heads), ("v", heads)],
             Kind::Latent | Kind::Indexer => &[("latent", 1)],
@@ -41,7 +41,7 @@ pub(crate) fn model(draw: &mut Draw) -> Model {
             Kind::State => &[("x", heads), ("b", heads.div_ceil(2)), ("c", 1)],
         };
         let element = draw.pick(&[Element::Int8, Element::Int8, Element::Bf16]);
-        let widths = [draw.from_to(1, 4), draw.from_to(1, 4), draw.from_to(1, 4)];
+        let widths = [draw.between(1, 4), draw.between(1, 4), draw.between(1, 4)];
         let equal = draw.once_in(2);
         let unit = match kind {
             Kind::Scales => Unit::Page,
@@ -66,7 +66,7 @@ pub(crate) fn model(draw: &mut Draw) -> Model {
             scales: Scales::None,
             unit,
             opaque: None,
-            window: (kind == Kind::Window).then(|| draw.from_to(1, 100)),
+            window: (kind == Kind::Window).then(|| draw.between(1, 100)),
             dcp: Dcp::NONE,
         });
         page_size.push(if unit == Unit::Slot {
@@ -294,9 +294,9 @@ impl Place<'_> {
         let mut extent = row;
         for (axis, pad) in order.axes.iter().zip(order.pads) {
             strides[*axis] = extent + pad;
-            extent = strides[*axis] * (counts[*axis] - 1) + extent;
+            extent += strides[*axis] * (counts[*axis] - 1);
         }
-        let region = draw.from_to(0, 2) as usize;
+        let region = draw.between(0, 2) as usize;
         while regions.ends.len() <= region {
             let far = draw.once_in(2);
             draw.saw("offset", if far { "beyond 4 GiB" } else { "small" });
