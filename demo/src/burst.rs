@@ -1,0 +1,189 @@
+//! Carries one burst of requests between two engines, and keeps the books.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::{Value, json};
+
+use crate::fleet::{Fleet, Side};
+use crate::requests::{BYTES_PER_TOKEN, Burst};
+
+/// What became of one transfer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Carried {
+    /// Tokens.
+    pub(crate) tokens: u64,
+    /// Bytes that the decode ranks received.
+    pub(crate) bytes: u64,
+    /// Paths that they came by.
+    pub(crate) paths: Vec<String>,
+    /// Contiguous ranges on the decode side.
+    pub(crate) moves: u64,
+    /// When the first rank published, on the machine's monotonic clock.
+    pub(crate) published_us: u64,
+    /// When the last rank was told that all is there.
+    pub(crate) delivered_us: u64,
+    /// Bytes compared with the pattern.
+    pub(crate) verified: u64,
+    /// Bytes of its pages that nobody was to touch, compared with the poison.
+    pub(crate) untouched: u64,
+    /// Rows that were wrong.
+    pub(crate) wrong: u64,
+}
+
+impl Carried {
+    /// Seconds from the first publish until all is delivered.
+    #[expect(clippy::cast_precision_loss, reason = "for reading")]
+    pub(crate) fn seconds(&self) -> f64 {
+        self.delivered_us.saturating_sub(self.published_us) as f64 / 1e6
+    }
+}
+
+/// Transfers by id.
+pub(crate) type Ledger = BTreeMap<String, Carried>;
+
+/// Carries all requests of a burst at once.
+pub(crate) fn carry(fleet: &mut Fleet, burst: &Burst, source: &str, label: &str) -> anyhow::Result<Ledger> {
+    let requests: Vec<(String, u64)> = (1..)
+        .zip(&burst.tokens)
+        .map(|(number, tokens)| (format!("{label}-{number}"), *tokens))
+        .collect();
+    let total: u64 = burst.tokens.iter().sum::<u64>() * BYTES_PER_TOKEN;
+    let bar = progress(total);
+    let mut ledger = Ledger::new();
+
+    bar.set_message("prefill: filling pages");
+    for (id, tokens) in &requests {
+        fleet.order(
+            Side::Prefill,
+            &json!({"do": "fill", "transfer": id, "tokens": tokens}),
+        )?;
+    }
+    let all = |side, fleet: &Fleet| requests.len() * fleet.count(side);
+    fleet.collect("filled", all(Side::Prefill, fleet), |_, _, event| {
+        bar.inc(number(event, "bytes"))
+    })?;
+
+    bar.set_position(0);
+    bar.set_message("decode: poisoning pages, asking for them");
+    for (id, tokens) in &requests {
+        let order = json!({"do": "fetch", "source": source, "transfer": id, "to": tokens, "verify": "later"});
+        fleet.order(Side::Decode, &order)?;
+    }
+    let decoders = fleet.count(Side::Decode) as u64;
+    fleet.collect("fetching", all(Side::Decode, fleet), |_, _, event| {
+        bar.inc(number(event, "to") * BYTES_PER_TOKEN / decoders);
+    })?;
+
+    bar.set_position(0);
+    bar.set_message("moving");
+    for (id, tokens) in &requests {
+        fleet.order(
+            Side::Prefill,
+            &json!({"do": "publish", "transfer": id, "tokens": tokens}),
+        )?;
+    }
+    let mut moved: BTreeMap<(usize, String), u64> = BTreeMap::new();
+    let mut published = 0;
+    fleet.collect(
+        "delivered",
+        all(Side::Decode, fleet) + all(Side::Prefill, fleet),
+        |side, rank, event| {
+            let id = event["transfer"].as_str().unwrap_or_default().to_owned();
+            match event["event"].as_str() {
+                Some("published") => {
+                    published += 1;
+                    let carried = ledger.entry(id).or_default();
+                    let at = number(event, "at_us");
+                    carried.published_us = if carried.published_us == 0 {
+                        at
+                    } else {
+                        carried.published_us.min(at)
+                    };
+                }
+                Some("progress" | "delivered") if side == Side::Decode => {
+                    let bytes = number(event, "bytes");
+                    moved.insert((rank, id.clone()), bytes);
+                    bar.set_position(moved.values().sum());
+                    if event["event"] == "delivered" {
+                        delivered(ledger.entry(id).or_default(), event);
+                    }
+                }
+                _ => {}
+            }
+        },
+    )?;
+
+    bar.set_position(0);
+    bar.set_message("decode: verifying every byte");
+    fleet.order(Side::Decode, &json!({"do": "verify"}))?;
+    fleet.collect("verified", all(Side::Decode, fleet), |_, _, event| {
+        let id = event["transfer"].as_str().unwrap_or_default().to_owned();
+        let carried = ledger.entry(id).or_default();
+        carried.verified += number(event, "bytes");
+        carried.untouched += number(event, "untouched_bytes");
+        carried.wrong += number(event, "wrong");
+        bar.inc(number(event, "bytes"));
+    })?;
+    bar.finish_and_clear();
+
+    for (id, tokens) in &requests {
+        let carried = ledger.entry(id.clone()).or_default();
+        let expected = tokens * BYTES_PER_TOKEN;
+        anyhow::ensure!(
+            carried.wrong == 0 && carried.verified == expected && carried.bytes == expected,
+            "{id}: {} wrong rows; {} bytes moved and {} verified of {expected}",
+            carried.wrong,
+            carried.bytes,
+            carried.verified
+        );
+    }
+    Ok(ledger)
+}
+
+fn delivered(carried: &mut Carried, event: &Value) {
+    carried.tokens = number(event, "tokens");
+    carried.bytes += number(event, "bytes");
+    carried.moves += number(event, "moves");
+    carried.delivered_us = carried.delivered_us.max(number(event, "at_us"));
+    for path in event["paths"].as_array().into_iter().flatten() {
+        if let Some(name) = path[0].as_str()
+            && !carried.paths.iter().any(|known| known == name)
+        {
+            carried.paths.push(name.to_owned());
+        }
+    }
+}
+
+fn number(event: &Value, key: &str) -> u64 {
+    event[key].as_u64().unwrap_or(0)
+}
+
+fn progress(total: u64) -> ProgressBar {
+    let bar = ProgressBar::new(total);
+    if let Ok(style) =
+        ProgressStyle::with_template("  {bar:30} {bytes:>10} of {total_bytes}  {msg} ({elapsed})")
+    {
+        bar.set_style(style);
+    }
+    bar.enable_steady_tick(Duration::from_millis(100));
+    bar
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_add_up() {
+        let mut carried = Carried::default();
+        for (at, path) in [(70, "tcp"), (50, "tcp")] {
+            let event = json!({"event": "delivered", "tokens": 964, "bytes": 10, "moves": 3, "at_us": at,
+                "paths": [[path, 10]]});
+            delivered(&mut carried, &event);
+        }
+        assert_eq!((carried.bytes, carried.moves, carried.delivered_us), (20, 6, 70));
+        assert_eq!(carried.paths, ["tcp"]);
+    }
+}
