@@ -9,7 +9,6 @@ use kvferry_plan::judge;
 
 use crate::envelope_file::read_envelope;
 use crate::exit::Exit;
-use crate::verdict_text::write_verdict;
 
 /// The two engines of a link, as envelope files.
 #[derive(Args, Debug)]
@@ -76,7 +75,7 @@ impl Check {
         } else {
             describe(out, "prefill", &prefill)?;
             describe(out, "decode", &decode)?;
-            write_verdict(out, &verdict)?;
+            write!(out, "\n{verdict}")?;
         }
         Ok(if verdict.allows() {
             Exit::Done

@@ -16,13 +16,10 @@ mod page_lists;
 pub mod plan;
 pub mod status;
 mod text;
-mod verdict_text;
 
 use std::io::Write as _;
 
 use clap::{Parser, Subcommand};
-
-pub use verdict_text::{write_mismatches, write_verdict};
 
 /// Moves KV caches between inference engines: check pairs of engines, plan transfers, look at the daemon.
 #[derive(Parser, Debug)]

@@ -12,7 +12,6 @@ use crate::check::Pair;
 use crate::exit::{Exit, bad_input};
 use crate::page_lists::RankedLists;
 use crate::text::{bytes, counted};
-use crate::verdict_text::write_verdict;
 
 const PREFILL_PAGES: &str = "--prefill-pages";
 const DECODE_PAGES: &str = "--decode-pages";
@@ -86,7 +85,7 @@ impl Plan {
         let link = match link {
             Some(link) if verdict.allows() => Arc::new(link),
             _ => {
-                write_verdict(&mut std::io::stderr().lock(), &verdict)?;
+                eprint!("{verdict}");
                 return Ok(Exit::Refused);
             }
         };

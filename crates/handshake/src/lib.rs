@@ -29,6 +29,7 @@ pub use envelope::{
 };
 pub use launch::{Allocation, Launch, LaunchError, Order, Padding, Stages};
 pub use layout::layout_label;
+pub use render::Numbered;
 pub use shape::{Cached, ModelShape};
 pub use transfer::{ABSENT, PageLists, Ready, TokenRange};
 pub use validate::{EnvelopeFault, InvalidEnvelope};

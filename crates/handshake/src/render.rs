@@ -42,6 +42,16 @@ impl fmt::Display for Verdict {
     }
 }
 
+/// Mismatches as blocks of text, numbered: of a refusal that came without its verdict.
+#[derive(Clone, Copy, Debug)]
+pub struct Numbered<'a>(pub &'a [Mismatch]);
+
+impl fmt::Display for Numbered<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        blocks(f, self.0)
+    }
+}
+
 fn counted(count: usize, one: &str, many: &str) -> String {
     format!("{count} {}", if count == 1 { one } else { many })
 }

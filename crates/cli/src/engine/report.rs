@@ -3,12 +3,11 @@
 use std::io::Write as _;
 
 use kvferry_client::{Path, Report};
-use kvferry_handshake::{Mismatch, Verdict};
+use kvferry_handshake::{Mismatch, Numbered, Verdict};
 use serde::Serialize;
 
 use super::run::Checked;
 use crate::text::bytes;
-use crate::verdict_text::{write_mismatches, write_verdict};
 
 /// Something that happened. Times `at_us` are of the machine's monotonic clock, equal in all processes.
 #[derive(Clone, Debug, Serialize)]
@@ -52,6 +51,12 @@ pub(crate) enum Told {
         from: u64,
         to: u64,
         at_us: u64,
+    },
+    Progress {
+        transfer: String,
+        attempt: u32,
+        bytes: u64,
+        total: u64,
     },
     Delivered {
         side: &'static str,
@@ -238,6 +243,20 @@ fn say(out: &mut impl std::io::Write, told: &Told) -> std::io::Result<()> {
                 named(transfer, *attempt)
             )
         }
+        Told::Progress {
+            transfer,
+            attempt,
+            bytes: count,
+            total,
+        } => {
+            writeln!(
+                out,
+                "moving {}: {} of {}",
+                named(transfer, *attempt),
+                bytes(*count),
+                bytes(*total)
+            )
+        }
         Told::Delivered {
             transfer,
             attempt,
@@ -274,7 +293,7 @@ fn say(out: &mut impl std::io::Write, told: &Told) -> std::io::Result<()> {
             ..
         } => {
             writeln!(out, "FAILED {}: {code}: {message}", named(transfer, *attempt))?;
-            write_mismatches(out, mismatches)
+            write!(out, "{}", Numbered(mismatches))
         }
         Told::Verified {
             transfer,
@@ -284,7 +303,7 @@ fn say(out: &mut impl std::io::Write, told: &Told) -> std::io::Result<()> {
         Told::Audited { found } => say_found(out, "whole pool", found),
         Told::Refused { engine, verdict } => {
             writeln!(out, "the pair with engine {engine} is refused:")?;
-            write_verdict(out, verdict)
+            write!(out, "{verdict}")
         }
         Told::Notice { message } => writeln!(out, "{message}"),
         Told::Error {
@@ -298,7 +317,7 @@ fn say(out: &mut impl std::io::Write, told: &Told) -> std::io::Result<()> {
                 .map(|code| format!("{code}: "))
                 .unwrap_or_default();
             writeln!(out, "ERROR in {order}: {code}{message}")?;
-            write_mismatches(out, mismatches)
+            write!(out, "{}", Numbered(mismatches))
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry_client::{
-    ClientError, Delivered, Event, Failed, FetchRequest, Notice, PublishRequest, Rank, TransferId,
+    ClientError, Delivered, Event, Failed, FetchRequest, Fetching, Notice, PublishRequest, Rank, TransferId,
 };
 use kvferry_handshake::{Code, Mismatch, PageLists, Ready, TokenRange};
 use rustix::time::{ClockId, clock_gettime};
@@ -420,14 +420,16 @@ impl Worker {
                     at_us,
                 })?;
                 self.open += 1;
-                let (ends, named) = (self.ends.clone(), transfer.clone());
+                let (ends, named, teller) = (self.ends.clone(), transfer.clone(), self.teller);
                 tokio::spawn(async move {
-                    let result = fetching.ended().await;
+                    let result = tell_progress(&fetching, &named, teller).await;
+                    let at_us = now_us();
+                    // The worker is gone only when the process ends.
                     let _ = ends.send(End {
                         transfer: named,
                         side: Side::Fetch,
                         result,
-                        at_us: now_us(),
+                        at_us,
                     });
                 });
                 let fetched = Fetched {
@@ -681,6 +683,35 @@ impl Worker {
             message,
             mismatches,
         })
+    }
+}
+
+/// Tells how far a fetch is until it ends.
+async fn tell_progress(
+    fetching: &Fetching,
+    transfer: &TransferId,
+    teller: Teller,
+) -> Result<Delivered, Failed> {
+    let mut seen = fetching.progress();
+    let mut ended = std::pin::pin!(fetching.ended());
+    loop {
+        tokio::select! {
+            biased;
+            result = &mut ended => return result,
+            progress = fetching.moved_on(&seen) => {
+                if progress == seen {
+                    // It ended; the end is at hand.
+                    return ended.await;
+                }
+                let (id, attempt) = (transfer.id.clone(), transfer.attempt);
+                let told = Told::Progress { transfer: id, attempt, bytes: progress.bytes, total: progress.total };
+                if teller.tell(&told).is_err() {
+                    // Nobody listens; the main loop meets the same error and ends the process.
+                    return ended.await;
+                }
+                seen = progress;
+            }
+        }
     }
 }
 
