@@ -5,10 +5,8 @@ mod allocate;
 pub use allocate::{Allocation, Order, Padding};
 
 use crate::element::Element;
-use crate::envelope::{
-    Component, Dcp, Envelope, HeadSpan, Identity, Kind, PageGroup, Part, Rank, Role, Unit,
-};
-use crate::limits::{MAX_COMPONENTS, MAX_LAYERS, MAX_PARTS, MAX_PLACED, MAX_RANKS};
+use crate::envelope::{Component, Dcp, Envelope, HeadSpan, Identity, Kind, PageGroup, Part, Rank, Role};
+use crate::limits::{MAX_COMPONENTS, MAX_LAYERS, MAX_PAGE_GROUPS, MAX_PARTS, MAX_PLACED, MAX_RANKS};
 use crate::shape::ModelShape;
 use crate::validate::InvalidEnvelope;
 
@@ -49,6 +47,21 @@ pub struct Launch {
     /// Whether all page groups draw from one pool of pages, the n-th layers of all groups sharing a
     /// region (vLLM's hybrid allocator). For [`Allocation::LayerPages`] and [`Allocation::PackedRows`].
     pub shared_pool: bool,
+}
+
+/// Where all ranks' rows lie, in a few words: what [`Launch`] and the short form of an envelope file use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Arrangement {
+    /// Tensor-parallel size.
+    pub tp: u32,
+    /// Layers of each pipeline stage; higher ids than their sum lie on the last stage.
+    pub stages: Vec<u32>,
+    /// Order of tokens and heads inside a page.
+    pub order: Order,
+    /// What is allocated together. Groups that share a pool share their n-th layers' regions.
+    pub allocation: Allocation,
+    /// Bytes left free.
+    pub padding: Padding,
 }
 
 /// How layers are split over pipeline stages.
@@ -138,8 +151,8 @@ impl Default for Launch {
 }
 
 impl Stages {
-    /// The first layer of each stage, and the end of the last.
-    fn bounds(&self, layers: u32) -> Result<Vec<u32>, LaunchError> {
+    /// The number of layers of each stage.
+    fn counts(&self, layers: u32) -> Result<Vec<u32>, LaunchError> {
         let counts = match self {
             Stages::Even(stages) => {
                 bounded("pipeline stages", (*stages).into(), MAX_RANKS)?;
@@ -149,18 +162,11 @@ impl Stages {
             }
             Stages::Layers(counts) => counts.clone(),
         };
-        bounded("pipeline stages", counts.len() as u64, MAX_RANKS)?;
-        let sum: u64 = counts.iter().map(|count| u64::from(*count)).sum();
+        let sum = counts.iter().map(|count| u64::from(*count)).sum();
         if sum != u64::from(layers) {
             return Err(LaunchError::Layers { stages: sum, layers });
         }
-        let mut bounds = vec![0];
-        let mut end = 0;
-        for count in counts {
-            end += count;
-            bounds.push(end);
-        }
-        Ok(bounds)
+        Ok(counts)
     }
 }
 
@@ -177,74 +183,8 @@ impl Launch {
     /// The envelope of an engine that was started like this. It is valid.
     pub fn envelope(&self, model: &ModelShape) -> Result<Envelope, LaunchError> {
         bounded("the number of layers", model.layers.into(), MAX_LAYERS)?;
-        bounded("the TP size", self.tp.into(), MAX_RANKS)?;
-        bounded("the DCP size", self.dcp.size.into(), MAX_RANKS)?;
-        if !self.tp.is_multiple_of(self.dcp.size) {
-            return Err(LaunchError::Dcp {
-                dcp: self.dcp.size,
-                tp: self.tp,
-            });
-        }
-        let packs = matches!(self.allocation, Allocation::LayerPages | Allocation::PackedRows);
-        if self.shared_pool && !packs {
-            return Err(LaunchError::SharedPool);
-        }
-        let stages = self.pp.bounds(model.layers)?;
-        let count = (stages.len() as u64 - 1) * u64::from(self.tp);
-        bounded("the number of ranks", count, MAX_RANKS)?;
-
-        bounded(
-            "the number of components",
-            model.cached.len() as u64,
-            MAX_COMPONENTS,
-        )?;
-        let mut pieces = 0usize;
-        for cached in &model.cached {
-            bounded("the number of parts", cached.parts.len() as u64, MAX_PARTS)?;
-            bounded(
-                "the number of layers of a component",
-                cached.layers.len() as u64,
-                MAX_LAYERS,
-            )?;
-            pieces += cached.parts.len() * cached.layers.len();
-        }
-        bounded(
-            "the number of layers and parts, times TP ranks",
-            pieces as u64 * u64::from(self.tp),
-            MAX_PLACED,
-        )?;
-
         let (page_groups, components) = self.declare(model);
-        let mut ranks = Vec::new();
-        for stage in stages.windows(2) {
-            let last = stage[1] == model.layers;
-            let layers = stage[0]..if last { u32::MAX } else { stage[1] };
-            for tp_rank in 0..self.tp {
-                let mut held = Vec::new();
-                for component in &components {
-                    let layers: Vec<u32> = component
-                        .layers
-                        .iter()
-                        .copied()
-                        .filter(|layer| layers.contains(layer))
-                        .collect();
-                    let heads: Result<Vec<HeadSpan>, LaunchError> = component
-                        .parts
-                        .iter()
-                        .map(|part| self.heads(component, part, tp_rank))
-                        .collect();
-                    held.push((layers, heads?));
-                }
-                let split = components.iter().any(|component| component.dcp.size > 1);
-                ranks.push(Rank {
-                    rank: u32::try_from(ranks.len()).unwrap_or(u32::MAX),
-                    dcp_rank: if split { tp_rank % self.dcp.size } else { 0 },
-                    placements: self
-                        .place(&page_groups, &components, &held)
-                        .ok_or(LaunchError::TooLarge)?,
-                });
-            }
-        }
+        let ranks = self.arrangement(model)?.ranks(&page_groups, &components)?;
         let envelope = Envelope {
             identity: self.identity(model),
             page_groups,
@@ -253,6 +193,17 @@ impl Launch {
         };
         envelope.validate()?;
         Ok(envelope)
+    }
+
+    /// Where this launch puts a model's rows.
+    pub fn arrangement(&self, model: &ModelShape) -> Result<Arrangement, LaunchError> {
+        Ok(Arrangement {
+            tp: self.tp,
+            stages: self.pp.counts(model.layers)?,
+            order: self.order,
+            allocation: self.allocation,
+            padding: self.padding,
+        })
     }
 
     fn identity(&self, model: &ModelShape) -> Identity {
@@ -311,14 +262,112 @@ impl Launch {
         }
         (groups, components)
     }
+}
+
+impl Arrangement {
+    /// The ranks of an engine with these page groups and components. What comes out is bounded, but
+    /// whether the envelope is valid is for [`Envelope::validate`] to say.
+    pub fn ranks(&self, groups: &[PageGroup], components: &[Component]) -> Result<Vec<Rank>, LaunchError> {
+        self.check_bounds(groups, components)?;
+        let dcp = components
+            .iter()
+            .map(|component| component.dcp.size)
+            .max()
+            .unwrap_or(1);
+        let mut ranks = Vec::new();
+        let mut first = 0u32;
+        for (stage, count) in self.stages.iter().enumerate() {
+            let end = first.saturating_add(*count);
+            let layers = first..if stage + 1 == self.stages.len() {
+                u32::MAX
+            } else {
+                end
+            };
+            first = end;
+            for tp_rank in 0..self.tp {
+                let mut held = Vec::new();
+                for component in components {
+                    let of_stage = component
+                        .layers
+                        .iter()
+                        .copied()
+                        .filter(|layer| layers.contains(layer));
+                    let heads = component
+                        .parts
+                        .iter()
+                        .map(|part| self.heads(component, part, tp_rank));
+                    held.push((of_stage.collect(), heads.collect::<Result<_, LaunchError>>()?));
+                }
+                ranks.push(Rank {
+                    rank: u32::try_from(ranks.len()).unwrap_or(u32::MAX),
+                    dcp_rank: tp_rank % dcp,
+                    placements: self
+                        .place(groups, components, &held)
+                        .ok_or(LaunchError::TooLarge)?,
+                });
+            }
+        }
+        Ok(ranks)
+    }
+
+    fn check_bounds(&self, groups: &[PageGroup], components: &[Component]) -> Result<(), LaunchError> {
+        bounded("the TP size", self.tp.into(), MAX_RANKS)?;
+        bounded(
+            "the number of pipeline stages",
+            self.stages.len() as u64,
+            MAX_RANKS,
+        )?;
+        bounded(
+            "the number of ranks",
+            self.stages.len() as u64 * u64::from(self.tp),
+            MAX_RANKS,
+        )?;
+        bounded(
+            "the number of components",
+            components.len() as u64,
+            MAX_COMPONENTS,
+        )?;
+        bounded("the number of page groups", groups.len() as u64, MAX_PAGE_GROUPS)?;
+        let packs = matches!(self.allocation, Allocation::LayerPages | Allocation::PackedRows);
+        if !packs
+            && (0..u16::MAX)
+                .zip(groups)
+                .any(|(at, _)| allocate::shared(groups, at))
+        {
+            return Err(LaunchError::SharedPool);
+        }
+        let mut pieces = 0;
+        for component in components {
+            bounded(
+                "a component's page group",
+                u64::from(component.page_group) + 1,
+                groups.len(),
+            )?;
+            bounded("the number of parts", component.parts.len() as u64, MAX_PARTS)?;
+            bounded(
+                "the number of layers of a component",
+                component.layers.len() as u64,
+                MAX_LAYERS,
+            )?;
+            bounded("the DCP size", component.dcp.size.into(), MAX_RANKS)?;
+            if !self.tp.is_multiple_of(component.dcp.size) {
+                return Err(LaunchError::Dcp {
+                    dcp: component.dcp.size,
+                    tp: self.tp,
+                });
+            }
+            pieces += component.parts.len() * component.layers.len();
+        }
+        bounded(
+            "layers times parts times TP ranks",
+            pieces as u64 * u64::from(self.tp),
+            MAX_PLACED,
+        )
+    }
 
     /// The heads of a part that a TP rank owns: an even share, or one head where ranks outnumber heads.
     fn heads(&self, component: &Component, part: &Part, tp_rank: u32) -> Result<HeadSpan, LaunchError> {
-        let within = if component.unit == Unit::Slot {
-            1
-        } else {
-            self.dcp.size
-        };
+        let within = component.dcp.size;
         let (ranks, at) = (self.tp / within, tp_rank / within);
         if part.heads >= ranks && part.heads.is_multiple_of(ranks) {
             let count = part.heads / ranks;

@@ -9,6 +9,7 @@ mod catalogue;
 mod compare;
 mod element;
 mod envelope;
+mod file;
 mod launch;
 mod layout;
 pub mod limits;
@@ -27,7 +28,8 @@ pub use envelope::{
     Component, Dcp, Envelope, HeadSpan, Identity, Kind, PageGroup, Part, Placement, Rank, Role, Scales,
     Strides, Unit,
 };
-pub use launch::{Allocation, Launch, LaunchError, Order, Padding, Stages};
+pub use file::{FileError, FileProblem, MAX_ENVELOPE_FILE};
+pub use launch::{Allocation, Arrangement, Launch, LaunchError, Order, Padding, Stages};
 pub use layout::layout_label;
 pub use render::Numbered;
 pub use shape::{Cached, ModelShape};

@@ -13,7 +13,6 @@ pub(crate) fn spans(numbers: &[u32]) -> String {
 }
 
 /// Reads what [`spans`] writes; at most `most` numbers.
-#[cfg(test)]
 pub(crate) fn parse_spans(text: &str, most: usize) -> Result<Vec<u32>, String> {
     let mut numbers = Vec::new();
     let number = |text: &str| {

@@ -432,14 +432,17 @@ fn each_broken_field_is_named() {
         ("rank.0.placement.3", |e| {
             e.ranks[0].placements[3].layers = vec![0]
         }),
-        ("rank.0.placement.3", |e| {
+        ("rank.0.placement.3.offset", |e| {
             e.ranks[0].placements[3].offset = u64::MAX
         }),
         ("rank.0.placement.3", |e| {
-            e.ranks[0].placements[3].offset = 1 << 63
+            e.ranks[0].placements[3].offset = (1 << 63) - 1
+        }),
+        ("rank.0.placement.3.strides.page", |e| {
+            e.ranks[0].placements[3].strides.page = u64::MAX
         }),
         ("rank.0.placement.3", |e| {
-            e.ranks[0].placements[3].strides.page = u64::MAX
+            e.ranks[0].placements[3].strides.page = 1 << 60
         }),
         ("rank.0.placement.3.strides.page", |e| {
             e.ranks[0].placements[3].strides.page -= 1

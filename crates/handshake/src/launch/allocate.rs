@@ -1,6 +1,8 @@
 //! Where a rank's rows lie: the arrangements that frameworks use, as placements.
 
-use super::Launch;
+use std::collections::BTreeMap;
+
+use super::Arrangement;
 use crate::element::Element;
 use crate::envelope::{Component, HeadSpan, PageGroup, Placement, Strides, Unit};
 
@@ -54,8 +56,8 @@ struct Inside {
 /// What a rank holds of a component: its layers, and its heads of each part.
 type Held = (Vec<u32>, Vec<HeadSpan>);
 
-impl Launch {
-    /// Placements of one rank; `None` where offsets leave 64 bits.
+impl Arrangement {
+    /// Placements of one rank.
     pub(super) fn place(
         &self,
         groups: &[PageGroup],
@@ -63,10 +65,11 @@ impl Launch {
         held: &[Held],
     ) -> Option<Vec<Placement>> {
         let mut rank = RankPlacements {
-            launch: self,
+            arrangement: self,
             found: Vec::new(),
             region: 0,
             cursor: self.padding.start,
+            shared_regions: BTreeMap::new(),
             layer_of_group: vec![0; groups.len()],
         };
         let pages: Option<Vec<u64>> = components
@@ -89,8 +92,20 @@ impl Launch {
                 Allocation::LayerPart => rank.layer_part(&piece)?,
                 Allocation::Layer => rank.layer(&piece)?,
                 Allocation::LayerPages | Allocation::PackedRows => {
-                    let widest = pages.iter().copied().max().filter(|_| self.shared_pool);
-                    rank.layer_pages(&piece, widest.unwrap_or(pages[at]))?;
+                    // Pages of one pool are one size, whichever group a page belongs to.
+                    let of_pool =
+                        |other: &Component| groups[usize::from(other.page_group)].pool == group.pool;
+                    let shared = shared(groups, component.page_group);
+                    let page = match shared {
+                        true => components
+                            .iter()
+                            .zip(&pages)
+                            .filter(|(other, _)| of_pool(other))
+                            .map(|(_, p)| *p)
+                            .max(),
+                        false => Some(pages[at]),
+                    };
+                    rank.layer_pages(&piece, page?, shared.then_some(group.pool))?;
                 }
                 Allocation::OneRegion => rank.one_region(&piece)?,
                 Allocation::PageMajor => {
@@ -149,6 +164,15 @@ impl Launch {
     }
 }
 
+/// Whether a page group shares its pool with another.
+pub(super) fn shared(groups: &[PageGroup], at: u16) -> bool {
+    let at = usize::from(at);
+    let others = groups.iter().enumerate().filter(|(other, _)| *other != at);
+    groups
+        .get(at)
+        .is_some_and(|group| others.into_iter().any(|(_, other)| other.pool == group.pool))
+}
+
 fn tokens(component: &Component, group: &PageGroup) -> u64 {
     match component.unit {
         Unit::Token => group.page_size.into(),
@@ -183,12 +207,14 @@ impl Piece<'_> {
 }
 
 struct RankPlacements<'a> {
-    launch: &'a Launch,
+    arrangement: &'a Arrangement,
     found: Vec<Placement>,
     /// The next free region number.
     region: u16,
     /// The next free byte, where everything lies in one region.
     cursor: u64,
+    /// The region of the n-th layers of all groups of a pool, where groups share one.
+    shared_regions: BTreeMap<(u16, u16), u16>,
     /// Layers placed so far of each page group.
     layer_of_group: Vec<u16>,
 }
@@ -198,11 +224,11 @@ impl RankPlacements<'_> {
         for layer in piece.layers {
             for part in 0..piece.of.parts.len() {
                 let inside = self
-                    .launch
+                    .arrangement
                     .inside(piece.of, part, piece.tokens, piece.heads[part])?;
                 let region = self.next_region()?;
                 let strides = Strides {
-                    page: inside.bytes.checked_add(self.launch.padding.page)?,
+                    page: inside.bytes.checked_add(self.arrangement.padding.page)?,
                     token: inside.token,
                     head: inside.head,
                     part: 0,
@@ -213,7 +239,7 @@ impl RankPlacements<'_> {
                     vec![*layer],
                     part..part + 1,
                     region,
-                    self.launch.padding.start,
+                    self.arrangement.padding.start,
                     strides,
                 );
             }
@@ -224,7 +250,7 @@ impl RankPlacements<'_> {
     fn layer(&mut self, piece: &Piece<'_>) -> Option<()> {
         for layer in piece.layers {
             let region = self.next_region()?;
-            self.part_behind_part(piece, &[*layer], region, self.launch.padding.start)?;
+            self.part_behind_part(piece, &[*layer], region, self.arrangement.padding.start)?;
         }
         Some(())
     }
@@ -248,9 +274,9 @@ impl RankPlacements<'_> {
         let mut layer = 0u64;
         for part in 0..piece.of.parts.len() {
             let inside = self
-                .launch
+                .arrangement
                 .inside(piece.of, part, piece.tokens, piece.heads[part])?;
-            let page = inside.bytes.checked_add(self.launch.padding.page)?;
+            let page = inside.bytes.checked_add(self.arrangement.padding.page)?;
             insides.push((inside, page, layer));
             layer = layer.checked_add(page.checked_mul(piece.pool_pages)?)?;
         }
@@ -288,18 +314,15 @@ impl RankPlacements<'_> {
         start.checked_add(layer.checked_mul(layers.len() as u64)?)
     }
 
-    fn layer_pages(&mut self, piece: &Piece<'_>, page_bytes: u64) -> Option<()> {
-        let page = page_bytes.checked_add(self.launch.padding.page)?;
+    fn layer_pages(&mut self, piece: &Piece<'_>, page_bytes: u64, pool: Option<u16>) -> Option<()> {
+        let page = page_bytes.checked_add(self.arrangement.padding.page)?;
         for layer in piece.layers {
-            let region = if self.launch.shared_pool {
-                let next = &mut self.layer_of_group[usize::from(piece.of.page_group)];
-                *next = next.checked_add(1)?;
-                *next - 1
-            } else {
-                self.next_region()?
+            let region = match pool {
+                Some(pool) => self.shared_region(pool, piece.of.page_group)?,
+                None => self.next_region()?,
             };
-            let start = self.launch.padding.start;
-            if self.launch.allocation == Allocation::PackedRows && piece.heads_alike() {
+            let start = self.arrangement.padding.start;
+            if self.arrangement.allocation == Allocation::PackedRows && piece.heads_alike() {
                 self.packed_rows(piece, *layer, region, page)?;
             } else {
                 self.part_beside_part(piece, &[*layer], region, start, page, 0)?;
@@ -309,7 +332,7 @@ impl RankPlacements<'_> {
     }
 
     fn page_major(&mut self, piece: &Piece<'_>, page: u64, before: u64, layer: u64) -> Option<()> {
-        let start = self.launch.padding.start.checked_add(before)?;
+        let start = self.arrangement.padding.start.checked_add(before)?;
         if piece.layers.is_empty() {
             return Some(());
         }
@@ -330,7 +353,7 @@ impl RankPlacements<'_> {
         let alike = piece.alike();
         for part in 0..piece.of.parts.len() {
             let inside = self
-                .launch
+                .arrangement
                 .inside(piece.of, part, piece.tokens, piece.heads[part])?;
             let strides = Strides {
                 page,
@@ -359,11 +382,13 @@ impl RankPlacements<'_> {
     /// The parts' rows of a token and head lie side by side.
     fn packed_rows(&mut self, piece: &Piece<'_>, layer: u32, region: u16, page: u64) -> Option<()> {
         let rows: Option<Vec<u64>> = (0..piece.of.parts.len())
-            .map(|part| self.launch.row(piece.of, part))
+            .map(|part| self.arrangement.row(piece.of, part))
             .collect();
         let rows = rows?;
         let row = rows.iter().try_fold(0u64, |sum, row| sum.checked_add(*row))?;
-        let inside = self.launch.spread(row, piece.tokens, *piece.heads.first()?)?;
+        let inside = self
+            .arrangement
+            .spread(row, piece.tokens, *piece.heads.first()?)?;
         let strides = |part| Strides {
             page,
             token: inside.token,
@@ -371,7 +396,7 @@ impl RankPlacements<'_> {
             part,
             layer: 0,
         };
-        let mut offset = self.launch.padding.start;
+        let mut offset = self.arrangement.padding.start;
         if piece.alike() {
             self.push(
                 piece,
@@ -388,6 +413,21 @@ impl RankPlacements<'_> {
             offset = offset.checked_add(row)?;
         }
         Some(())
+    }
+
+    /// The region of the next layer of `group`, shared with the other groups of `pool`.
+    fn shared_region(&mut self, pool: u16, group: u16) -> Option<u16> {
+        let next = &mut self.layer_of_group[usize::from(group)];
+        let layer = *next;
+        *next = next.checked_add(1)?;
+        match self.shared_regions.get(&(pool, layer)) {
+            Some(region) => Some(*region),
+            None => {
+                let region = self.next_region()?;
+                self.shared_regions.insert((pool, layer), region);
+                Some(region)
+            }
+        }
     }
 
     fn next_region(&mut self) -> Option<u16> {

@@ -132,6 +132,17 @@ fn references(
             faults.invalid(|| field("layers"), || format!("{layer} is listed twice"));
         }
     }
+    let strides = placement.strides;
+    for (key, value) in [
+        ("offset", placement.offset),
+        ("strides.page", strides.page),
+        ("strides.token", strides.token),
+        ("strides.head", strides.head),
+        ("strides.part", strides.part),
+        ("strides.layer", strides.layer),
+    ] {
+        faults.bounded(|| field(key), value, 0, MAX_REGION_BYTES);
+    }
     let heads = placement.heads;
     if heads.count == 0 {
         faults.invalid(|| field("heads"), || "is empty".to_owned());
