@@ -1,1 +1,4 @@
-//! stub
+//! kvferryd: the daemon of one node.
+#![forbid(unsafe_code)]
+
+pub mod config;
