@@ -1,1 +1,95 @@
-fn main() {}
+//! kvferryd: carries KV cache pages between the inference engines of this node and those of others.
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use anyhow::Context;
+use kvferry_daemon::Daemon;
+use kvferry_daemon::config::{self, Config, Invocation, LogFormat};
+use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::EnvFilter;
+
+/// The configuration is not good.
+const BAD_CONFIG: u8 = 2;
+
+fn main() -> ExitCode {
+    let config = match config::parse(std::env::args_os()) {
+        Ok(Invocation::Run(config)) => config,
+        Ok(Invocation::Check(config)) => {
+            print!("{}", config::effective(&config));
+            return ExitCode::SUCCESS;
+        }
+        Ok(Invocation::Print(text)) => {
+            print!("{text}");
+            return ExitCode::SUCCESS;
+        }
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::from(BAD_CONFIG);
+        }
+    };
+    start_log(&config);
+    match run(*config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn start_log(config: &Config) {
+    let filter = EnvFilter::try_new(&config.log_level).unwrap_or_else(|_| EnvFilter::new("info"));
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
+    match config.log_format {
+        LogFormat::Text => log.with_ansi(false).init(),
+        LogFormat::Json => log.json().flatten_event(true).init(),
+    }
+}
+
+#[tokio::main]
+async fn run(config: Config) -> anyhow::Result<()> {
+    raise_fd_limit();
+    let grace = config.grace;
+    if config.insecure_peers_without_tls && config.tls.is_none() {
+        tracing::warn!(
+            "insecure_peers_without_tls: anyone who reaches the peer port can read and write KV caches"
+        );
+    }
+    let mut terminated = signal(SignalKind::terminate()).context("SIGTERM")?;
+    let mut interrupted = signal(SignalKind::interrupt()).context("SIGINT")?;
+
+    let mut daemon = Daemon::start(config).await?;
+    let addresses = daemon.addresses();
+    tracing::info!(
+        socket = %addresses.socket.display(),
+        peers = %addresses.peers,
+        advertised = %addresses.advertised,
+        data = %addresses.data,
+        metrics = %addresses.metrics.map_or_else(|| "off".to_owned(), |address| address.to_string()),
+        incarnation = addresses.incarnation,
+        release = env!("CARGO_PKG_VERSION"),
+        "kvferryd is ready"
+    );
+
+    tokio::select! {
+        _ = terminated.recv() => tracing::info!(grace_ms = grace.as_millis(), "SIGTERM: draining"),
+        _ = interrupted.recv() => tracing::info!(grace_ms = grace.as_millis(), "SIGINT: draining"),
+        () = daemon.failed() => anyhow::bail!("the driver ended; this is a defect, please report it"),
+    }
+    daemon.shutdown(grace).await;
+    tracing::info!("kvferryd has ended");
+    Ok(())
+}
+
+/// Each engine, region and lane takes fds; the usual soft limit of 1,024 is soon reached.
+fn raise_fd_limit() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::warn!(%error, "the limit of open files could not be raised");
+    }
+}

@@ -1,0 +1,200 @@
+//! Takes channels that peers open.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvferry_broker::PeerAddress;
+use kvferry_control::Fault;
+use kvferry_handshake::Code;
+use tokio::io::AsyncWriteExt;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
+
+use super::channel::{self, Stream};
+use super::dial::GREETING_PATIENCE;
+use super::tls::check_name;
+use super::wire::{
+    HIGHEST_VERSION, Hello, HelloAnswer, Introduction, LOWEST_VERSION, MAGIC, MAX_GREETING, encode, read,
+};
+use super::{Arrival, Decision, PeerEvent, Shared};
+use crate::config::Advertised;
+
+/// Connections that have not greeted; past it the oldest gives way.
+const MOST_UNPROVEN: usize = 256;
+
+/// Accepts until it is dropped.
+pub(crate) async fn accept(listener: TcpListener, shared: Shared) {
+    let mut unproven: VecDeque<AbortHandle> = VecDeque::new();
+    loop {
+        match listener.accept().await {
+            Ok((stream, from)) => {
+                unproven.retain(|task| !task.is_finished());
+                while unproven.len() >= MOST_UNPROVEN {
+                    if let Some(oldest) = unproven.pop_front() {
+                        oldest.abort();
+                    }
+                }
+                unproven.push_back(tokio::spawn(receive(stream, from, Arc::clone(&shared))).abort_handle());
+            }
+            Err(error) => {
+                tracing::warn!(%error, "accepting a peer failed");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+async fn receive(stream: TcpStream, from: SocketAddr, shared: Shared) {
+    match tokio::time::timeout(GREETING_PATIENCE, greet(stream, from, &shared)).await {
+        // A task of its own: this one may be ended to make room.
+        Ok(Ok(caller)) => drop(tokio::spawn(introduce(caller, from, shared))),
+        Ok(Err(fault)) => tracing::warn!(%from, %fault, "a peer's connection is refused"),
+        Err(_) => tracing::warn!(%from, "a peer's connection did not greet in time"),
+    }
+}
+
+/// A peer that greeted as it should.
+struct Caller {
+    stream: Box<dyn Stream>,
+    peer: PeerAddress,
+    version: u32,
+    arrival: Arrival,
+}
+
+/// Asks the driver, answers, and runs the channel.
+async fn introduce(caller: Caller, from: SocketAddr, shared: Shared) {
+    let Caller {
+        mut stream,
+        peer,
+        version,
+        arrival,
+    } = caller;
+    let (decision, wait) = oneshot::channel();
+    let name = peer.0.clone();
+    let called = PeerEvent::Called {
+        peer,
+        arrival,
+        decision,
+    };
+    if shared.driver.send(called).await.is_err() {
+        return;
+    }
+    let Ok(decision) = wait.await else { return };
+    let (answer, ticket) = match decision {
+        Decision::Accept(ticket) => {
+            let introduction = Introduction::of(&shared);
+            (
+                HelloAnswer::Welcome {
+                    version,
+                    introduction,
+                },
+                Some(ticket),
+            )
+        }
+        Decision::Duplicate => (HelloAnswer::Duplicate, None),
+        Decision::Refuse(fault) => {
+            tracing::warn!(%from, %fault, "a peer is refused");
+            (HelloAnswer::Refused(fault), None)
+        }
+    };
+    let said = say(&mut stream, &answer).await;
+    let Some(ticket) = ticket else { return };
+    match said {
+        Ok(()) => channel::run(stream, &name, ticket, shared).await,
+        Err(cause) => {
+            let channel = ticket.channel;
+            let _ = shared.driver.send(PeerEvent::Down { channel, cause }).await;
+        }
+    }
+}
+
+async fn greet(stream: TcpStream, from: SocketAddr, shared: &Shared) -> Result<Caller, Fault> {
+    let broken = |error: std::io::Error| Fault::new(Code::PeerLost, error.to_string());
+    stream.set_nodelay(true).map_err(broken)?;
+    let mut certificates = None;
+    let mut stream: Box<dyn Stream> = match &shared.tls {
+        None => Box::new(stream),
+        Some(tls) => {
+            let stream =
+                tls.acceptor.accept(stream).await.map_err(|error| {
+                    Fault::new(Code::PeerTls, format!("the TLS handshake failed: {error}"))
+                })?;
+            certificates = stream.get_ref().1.peer_certificates().map(<[_]>::to_vec);
+            Box::new(stream)
+        }
+    };
+    let hello: Hello = match read(&mut stream, MAX_GREETING).await.map_err(broken)? {
+        Ok(Some(hello)) => hello,
+        Ok(None) => return Err(Fault::new(Code::PeerLost, "it closed before it greeted")),
+        Err(error) => return Err(error.into()),
+    };
+    match check(&hello, certificates.as_deref(), shared) {
+        Ok((address, version)) => Ok(Caller {
+            stream,
+            peer: PeerAddress(address.to_string().into()),
+            version,
+            arrival: Arrival {
+                incarnation: hello.introduction.incarnation,
+                data_host: hello.introduction.data_host.unwrap_or(from.ip()),
+            },
+        }),
+        Err(fault) => {
+            let _ = say(&mut stream, &HelloAnswer::Refused(fault.clone())).await;
+            Err(fault)
+        }
+    }
+}
+
+fn check(
+    hello: &Hello,
+    certificates: Option<&[rustls::pki_types::CertificateDer<'_>]>,
+    shared: &Shared,
+) -> Result<(Advertised, u32), Fault> {
+    let Introduction { address, release, .. } = &hello.introduction;
+    if hello.magic != MAGIC {
+        return Err(Fault::new(
+            Code::ProtocolViolation,
+            "the greeting is not a kvferryd's",
+        ));
+    }
+    let version = hello.highest.min(HIGHEST_VERSION);
+    if version < hello.lowest || version < LOWEST_VERSION {
+        return Err(Fault::new(
+            Code::ProtocolVersion,
+            format!(
+                "{address} (kvferryd {release}) speaks versions {} to {} of the daemons' protocol, {} (kvferryd {}) speaks \
+                 {LOWEST_VERSION} to {HIGHEST_VERSION}; upgrade the older side",
+                hello.lowest,
+                hello.highest,
+                shared.address,
+                env!("CARGO_PKG_VERSION"),
+            ),
+        ));
+    }
+    let address: Advertised = address
+        .parse()
+        .map_err(|error| Fault::new(Code::ProtocolViolation, format!("the greeting's address {error}")))?;
+    if shared.tls.is_some() {
+        check_name(certificates, &address)?;
+    }
+    Ok((address, version))
+}
+
+async fn say(stream: &mut Box<dyn Stream>, answer: &HelloAnswer) -> Result<(), Fault> {
+    let frame = encode(answer)?;
+    let write = async {
+        stream.write_all(&frame).await?;
+        stream.flush().await
+    };
+    match tokio::time::timeout(GREETING_PATIENCE, write).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(error)) => Err(Fault::new(Code::PeerLost, error.to_string())),
+        Err(_) => Err(Fault::new(
+            Code::PeerLost,
+            "it does not read the answer to its greeting",
+        )),
+    }
+}

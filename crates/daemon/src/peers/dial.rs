@@ -1,0 +1,212 @@
+//! Opens a channel to a peer.
+
+use std::io;
+use std::time::Duration;
+
+use kvferry_broker::PeerAddress;
+use kvferry_control::{Fault, FrameError};
+use kvferry_handshake::Code;
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
+use tokio::sync::oneshot;
+
+use super::channel::{self, Stream};
+use super::tls::server_name;
+use super::wire::{
+    HIGHEST_VERSION, Hello, HelloAnswer, Introduction, LOWEST_VERSION, MAGIC, MAX_GREETING, encode, read,
+};
+use super::{Arrival, DialId, PeerEvent, Shared};
+use crate::config::Advertised;
+
+/// How long a TCP connection may take to stand.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(3);
+/// How long TLS and greetings may take.
+pub(crate) const GREETING_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Connects after a pause, greets, and runs the channel to its end.
+pub(crate) async fn dial(shared: Shared, peer: PeerAddress, dial: DialId, after: Duration) {
+    tokio::time::sleep(after).await;
+    let cause = match attempt(&shared, &peer, dial).await {
+        Ok(Some((stream, arrival))) => {
+            let (ticket, wait) = oneshot::channel();
+            let name = peer.0.clone();
+            let dialled = PeerEvent::Dialled {
+                peer,
+                dial,
+                arrival,
+                ticket,
+            };
+            if shared.driver.send(dialled).await.is_ok()
+                && let Ok(Some(ticket)) = wait.await
+            {
+                channel::run(stream, &name, ticket, shared).await;
+            }
+            return;
+        }
+        Ok(None) => {
+            // The peer's own connection is on its way; if it does not come, this one has failed.
+            tokio::time::sleep(GREETING_PATIENCE).await;
+            let message = format!("peer {} said that it was connecting, and did not", peer.0);
+            Fault::new(Code::PeerUnreachable, message)
+        }
+        Err(cause) => cause,
+    };
+    let _ = shared
+        .driver
+        .send(PeerEvent::DialFailed { peer, dial, cause })
+        .await;
+}
+
+/// `Ok(None)`: another connection of the two is preferred.
+async fn attempt(
+    shared: &Shared,
+    peer: &PeerAddress,
+    dial: DialId,
+) -> Result<Option<(Box<dyn Stream>, Arrival)>, Fault> {
+    let address: Advertised = peer
+        .0
+        .parse()
+        .map_err(|error| Fault::new(Code::PeerUnreachable, format!("peer address {error}")))?;
+    let unreachable = |how: String| {
+        Fault::new(
+            Code::PeerUnreachable,
+            format!("peer {address} cannot be reached: {how}"),
+        )
+    };
+
+    let connect = TcpStream::connect((address.host(), address.port()));
+    let stream = match tokio::time::timeout(CONNECT_PATIENCE, connect).await {
+        Err(_) => {
+            return Err(unreachable(format!(
+                "no answer within {} s",
+                CONNECT_PATIENCE.as_secs()
+            )));
+        }
+        Ok(Err(error)) => return Err(unreachable(error.to_string())),
+        Ok(Ok(stream)) => stream,
+    };
+    let nodelay = stream.set_nodelay(true).and_then(|()| stream.peer_addr());
+    let seen = nodelay.map_err(|error| unreachable(error.to_string()))?;
+
+    let (go, wait) = oneshot::channel();
+    let ready = PeerEvent::DialReady {
+        peer: peer.clone(),
+        dial,
+        go,
+    };
+    let _ = shared.driver.send(ready).await;
+    if !wait.await.unwrap_or(false) {
+        return Ok(None);
+    }
+    let greeted = tokio::time::timeout(GREETING_PATIENCE, greet(shared, &address, stream)).await;
+    let (stream, answer) = greeted.unwrap_or_else(|_| {
+        Err(unreachable(format!(
+            "no greeting within {} s",
+            GREETING_PATIENCE.as_secs()
+        )))
+    })?;
+    match answer {
+        HelloAnswer::Duplicate => Ok(None),
+        HelloAnswer::Refused(fault) => Err(Fault::new(
+            fault.code,
+            format!("peer {address} refuses: {}", fault.message),
+        )),
+        HelloAnswer::Welcome {
+            version,
+            introduction,
+        } => {
+            if !(LOWEST_VERSION..=HIGHEST_VERSION).contains(&version) {
+                let message =
+                    format!("peer {address} chose version {version} of the protocol, which was not offered");
+                return Err(Fault::new(Code::ProtocolVersion, message));
+            }
+            // A daemon is known by one name, or transfers would not find each other.
+            if introduction.address != *peer.0 {
+                return Err(unreachable(format!(
+                    "the daemon there calls itself {}; use that address",
+                    introduction.address
+                )));
+            }
+            let data_host = introduction.data_host.unwrap_or(seen.ip());
+            let incarnation = introduction.incarnation;
+            Ok(Some((
+                stream,
+                Arrival {
+                    incarnation,
+                    data_host,
+                },
+            )))
+        }
+    }
+}
+
+async fn greet(
+    shared: &Shared,
+    address: &Advertised,
+    stream: TcpStream,
+) -> Result<(Box<dyn Stream>, HelloAnswer), Fault> {
+    let mut stream: Box<dyn Stream> = match &shared.tls {
+        None => Box::new(stream),
+        Some(tls) => {
+            let connected = tls.connector.connect(server_name(address)?, stream).await;
+            Box::new(connected.map_err(|error| tls_failed(address, &error))?)
+        }
+    };
+    let hello = Hello {
+        magic: MAGIC,
+        lowest: LOWEST_VERSION,
+        highest: HIGHEST_VERSION,
+        introduction: Introduction::of(shared),
+    };
+    let hello = encode(&hello)?;
+    let exchange = async {
+        stream.write_all(&hello).await?;
+        stream.flush().await?;
+        read(&mut stream, MAX_GREETING).await
+    };
+    let answer = match exchange.await {
+        Ok(Ok(Some(answer))) => answer,
+        // With TLS 1.3 a refused certificate shows here first.
+        Err(error) if shared.tls.is_some() => return Err(tls_failed(address, &error)),
+        Err(error) => return Err(odd(address, error.to_string())),
+        Ok(Ok(None)) => return Err(odd(address, "it closed the connection".to_owned())),
+        Ok(Err(
+            error @ (FrameError::TooLong { .. } | FrameError::Malformed(_) | FrameError::Truncated { .. }),
+        )) => {
+            return Err(odd(address, error.to_string()));
+        }
+    };
+    Ok((stream, answer))
+}
+
+fn tls_failed(address: &Advertised, error: &io::Error) -> Fault {
+    Fault::new(
+        Code::PeerTls,
+        format!(
+            "the TLS handshake with peer {address} failed: {error}; both daemons need certificates of one authority, and \
+             the peer's must be for {:?} (docs/security.md)",
+            address.host()
+        ),
+    )
+}
+
+fn odd(address: &Advertised, how: String) -> Fault {
+    Fault::new(
+        Code::PeerUnreachable,
+        format!(
+            "peer {address} does not answer like a kvferryd without TLS: {how}; set the tls keys on both daemons or on \
+             neither"
+        ),
+    )
+}
+
+impl Introduction {
+    pub(crate) fn of(shared: &Shared) -> Introduction {
+        Introduction {
+            address: shared.address.to_string(),
+            incarnation: shared.incarnation,
+            data_host: shared.data_host,
+            release: env!("CARGO_PKG_VERSION").to_owned(),
+        }
+    }
+}

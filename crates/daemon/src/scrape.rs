@@ -1,0 +1,99 @@
+//! The HTTP endpoint: `/metrics` and `/healthz`.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::TcpListener;
+use tokio::sync::{Semaphore, mpsc, oneshot};
+
+use crate::driver::Question;
+use crate::metrics::Metrics;
+
+/// Connections at a time; further ones wait.
+const MOST_CONNECTIONS: usize = 32;
+/// How long a connection may take in all.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Serves until it is dropped.
+pub(crate) async fn serve(listener: TcpListener, metrics: Arc<Metrics>, driver: mpsc::Sender<Question>) {
+    let slots = Arc::new(Semaphore::new(MOST_CONNECTIONS));
+    loop {
+        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else {
+            return;
+        };
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "accepting a scrape failed");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        let (metrics, driver) = (Arc::clone(&metrics), driver.clone());
+        tokio::spawn(async move {
+            let service = service_fn(|request| {
+                let (metrics, driver) = (Arc::clone(&metrics), driver.clone());
+                async move { Ok::<_, Infallible>(answer(&request, &metrics, &driver).await) }
+            });
+            let mut http = hyper::server::conn::http1::Builder::new();
+            http.timer(TokioTimer::new())
+                .header_read_timeout(PATIENCE)
+                .keep_alive(false);
+            // Whatever a scraper does wrong is its own trouble.
+            let _ =
+                tokio::time::timeout(PATIENCE, http.serve_connection(TokioIo::new(stream), service)).await;
+            drop(slot);
+        });
+    }
+}
+
+async fn answer(
+    request: &Request<Incoming>,
+    metrics: &Metrics,
+    driver: &mpsc::Sender<Question>,
+) -> Response<Full<Bytes>> {
+    if request.method() != Method::GET {
+        return text(StatusCode::METHOD_NOT_ALLOWED, "only GET\n");
+    }
+    match request.uri().path() {
+        "/metrics" => {
+            let (reply, status) = oneshot::channel();
+            let asked = driver.send(Question::Status(reply)).await.is_ok();
+            let Some(status) = (if asked { status.await.ok() } else { None }) else {
+                return text(StatusCode::SERVICE_UNAVAILABLE, "the daemon is shutting down\n");
+            };
+            match metrics.render(&status) {
+                Ok(metrics) => {
+                    let mut response = text(StatusCode::OK, metrics);
+                    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+                    let kind = hyper::header::HeaderValue::from_static(kind);
+                    response.headers_mut().insert(hyper::header::CONTENT_TYPE, kind);
+                    response
+                }
+                Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+            }
+        }
+        "/healthz" => {
+            let (reply, working) = oneshot::channel();
+            let asked = driver.send(Question::Working(reply)).await.is_ok();
+            if asked && working.await.unwrap_or(false) {
+                text(StatusCode::OK, "ok\n")
+            } else {
+                text(StatusCode::SERVICE_UNAVAILABLE, "the daemon is shutting down\n")
+            }
+        }
+        _ => text(StatusCode::NOT_FOUND, "there are /metrics and /healthz\n"),
+    }
+}
+
+fn text(status: StatusCode, body: impl Into<Bytes>) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(body.into()));
+    *response.status_mut() = status;
+    response
+}
