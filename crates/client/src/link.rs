@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_control::{Answer, Call, Event, Memory, Request, Response, TransferId, Welcome, encode};
-use kvferry_handshake::{Code, Envelope};
+use kvferry_control::{Answer, Call, Event, Memory, Request, Response, TransferId, Welcome};
+use kvferry_handshake::{Code, Envelope, encode};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::backoff::Backoff;
@@ -168,6 +168,7 @@ impl Link {
             let queued = writer.queued();
             tokio::select! {
                 read = socket::read(stream, reader) => match read {
+                    Ok(Ok(Some(Response::Hello(Err(parting))))) => return Stop::Lost(parting),
                     Ok(Ok(Some(response))) => self.response(response),
                     Ok(Ok(None)) => return Stop::Lost(self.lost("it closed the connection")),
                     Ok(Err(error)) => return Stop::Lost(error.into()),
@@ -260,6 +261,7 @@ impl Link {
                 return answer;
             }
             match socket::read(&socket.stream, &mut socket.reader).await {
+                Ok(Ok(Some(Response::Hello(Err(parting))))) => return Err(ClientError::Refused(parting)),
                 Ok(Ok(Some(response))) => self.response(response),
                 Ok(Ok(None)) => return Err(ClientError::Refused(self.lost("it closed the connection"))),
                 Ok(Err(error)) => return Err(ClientError::Refused(error.into())),

@@ -5,10 +5,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use kvferry_control::{
-    Fds, Frame, FrameError, FrameReader, FrameWriter, HIGHEST_VERSION, LOWEST_VERSION, MAX_FRAME, Request,
-    Response, Welcome, decode, encode,
+    Fds, Frame, FrameError, FrameReader, FrameWriter, MAX_FRAME, Request, Response, VERSIONS, Welcome,
 };
-use kvferry_handshake::Code;
+use kvferry_handshake::{Code, decode, encode};
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
@@ -52,11 +51,7 @@ async fn greet(path: &Path) -> io::Result<Result<(Socket, Welcome), Fault>> {
         reader: FrameReader::new(MAX_FRAME),
         writer: FrameWriter::new(),
     };
-    let hello = Request::Hello {
-        lowest: LOWEST_VERSION,
-        highest: HIGHEST_VERSION,
-    };
-    let hello = encode(&hello).map_err(io::Error::other)?;
+    let hello = encode(&Request::Hello(VERSIONS)).map_err(io::Error::other)?;
     socket.writer.push(hello, None).map_err(io::Error::other)?;
     // A daemon that refuses says so unasked and closes: the answer counts, not whether the greeting went out.
     let written = write(&socket.stream, &mut socket.writer).await;

@@ -5,15 +5,14 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 
-use kvferry_handshake::Code;
+use kvferry_handshake::{Code, FRAME_HEADER, WireError};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
 };
 
-use crate::{Fault, Malformed};
+use crate::Fault;
 
-const HEADER: usize = 4;
 /// How far a payload's buffer runs ahead of what has arrived: a length alone costs the reader no more.
 const READ_AHEAD: usize = 64 << 10;
 
@@ -55,8 +54,8 @@ pub enum FrameError {
         missing: usize,
     },
     /// The frame is not a message.
-    #[error(transparent)]
-    Malformed(#[from] Malformed),
+    #[error("a frame that is not a message: {0}")]
+    Wire(#[from] WireError),
 }
 
 impl FrameError {
@@ -64,7 +63,8 @@ impl FrameError {
     pub fn code(&self) -> Code {
         match self {
             FrameError::TooLong { .. } => Code::FrameTooLong,
-            FrameError::Truncated { .. } | FrameError::Malformed(_) => Code::FrameMalformed,
+            FrameError::Truncated { .. } => Code::FrameMalformed,
+            FrameError::Wire(error) => error.code(),
         }
     }
 }
@@ -82,7 +82,7 @@ impl From<FrameError> for Fault {
 #[derive(Debug)]
 pub struct FrameReader {
     limit: usize,
-    header: [u8; HEADER],
+    header: [u8; FRAME_HEADER],
     /// Bytes of the header that arrived.
     headed: usize,
     payload: Vec<u8>,
@@ -96,7 +96,7 @@ impl FrameReader {
     pub fn new(limit: usize) -> FrameReader {
         FrameReader {
             limit,
-            header: [0; HEADER],
+            header: [0; FRAME_HEADER],
             headed: 0,
             payload: Vec::new(),
             filled: 0,
@@ -112,10 +112,10 @@ impl FrameReader {
     /// Reads on until a frame is whole. `Ok(Ok(None))`: the stream ended between frames. An `Err` of
     /// `WouldBlock` means that the rest has not arrived; after an inner error the stream is of no use.
     pub fn read(&mut self, socket: impl AsFd) -> io::Result<Result<Option<Frame>, FrameError>> {
-        while self.headed < HEADER {
+        while self.headed < FRAME_HEADER {
             let got = receive(&socket, &mut self.header[self.headed..], &mut self.fds)?;
             if got == 0 {
-                let missing = HEADER - self.headed;
+                let missing = FRAME_HEADER - self.headed;
                 return Ok(match self.headed {
                     0 => Ok(None),
                     _ => Err(FrameError::Truncated { missing }),
@@ -193,7 +193,7 @@ pub struct FrameWriter {
 
 #[derive(Debug)]
 struct Outgoing {
-    header: [u8; HEADER],
+    header: [u8; FRAME_HEADER],
     payload: Vec<u8>,
     sent: usize,
     fd: Option<OwnedFd>,
@@ -217,7 +217,7 @@ impl FrameWriter {
         let header = u32::try_from(payload.len())
             .map_err(|_| too_long())?
             .to_le_bytes();
-        self.queued += HEADER + payload.len();
+        self.queued += FRAME_HEADER + payload.len();
         self.queue.push_back(Outgoing {
             header,
             payload,
@@ -245,7 +245,7 @@ impl FrameWriter {
             frame.sent += sent;
             frame.fd = None;
             self.queued -= sent;
-            if frame.sent == HEADER + frame.payload.len() {
+            if frame.sent == FRAME_HEADER + frame.payload.len() {
                 self.queue.pop_front();
             }
         }
@@ -255,7 +255,7 @@ impl FrameWriter {
 
 fn send(socket: impl AsFd, frame: &Outgoing) -> io::Result<usize> {
     let header = IoSlice::new(frame.header.get(frame.sent..).unwrap_or_default());
-    let payload = IoSlice::new(&frame.payload[frame.sent.saturating_sub(HEADER)..]);
+    let payload = IoSlice::new(&frame.payload[frame.sent.saturating_sub(FRAME_HEADER)..]);
     let fds: Vec<_> = frame.fd.iter().map(AsFd::as_fd).collect();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);

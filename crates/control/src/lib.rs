@@ -6,41 +6,26 @@
 //! either end drives them from its own event loop.
 #![forbid(unsafe_code)]
 
-mod codec;
 mod frame;
 mod message;
 
-pub use codec::{Malformed, decode, encode};
 pub use frame::{Fds, Frame, FrameError, FrameReader, FrameWriter};
 pub use message::{
     Answer, Call, EngineStatus, Event, Fault, Fetch, MAX_METADATA, MAX_TRANSFER_ID, Memory, Path, PeerStatus,
     Publish, Report, Request, Response, Status, TransferId, Welcome,
 };
 
-/// Lowest protocol version that this release speaks.
-pub const LOWEST_VERSION: u32 = 1;
-/// Highest protocol version that this release speaks.
-pub const HIGHEST_VERSION: u32 = 1;
+use kvferry_handshake::{MAX_ENVELOPE, MAX_PAYLOAD, Versions};
+
+/// Protocol versions that this release speaks.
+pub const VERSIONS: Versions = Versions {
+    lowest: 1,
+    highest: 1,
+};
 
 /// Longest frame in bytes.
-pub const MAX_FRAME: usize = 64 << 20;
-/// Longest frame before the attachment: an envelope, of any engine that exists.
-pub const MAX_UNATTACHED_FRAME: usize = 4 << 20;
+pub const MAX_FRAME: usize = MAX_PAYLOAD;
+/// Longest frame before the attachment: an envelope, and what goes with it.
+pub const MAX_UNATTACHED_FRAME: usize = MAX_ENVELOPE + 1024;
 /// Longest first frame.
 pub const MAX_HELLO_FRAME: usize = 64;
-
-/// The highest version that both this release and one that speaks `lowest..=highest` speak.
-pub fn common_version(lowest: u32, highest: u32) -> Result<u32, Fault> {
-    let version = highest.min(HIGHEST_VERSION);
-    if version < lowest || version < LOWEST_VERSION {
-        return Err(Fault::new(
-            kvferry_handshake::Code::ProtocolVersion,
-            format!(
-                "the other side speaks versions {lowest} to {highest}, this release (kvferry {}) \
-                 {LOWEST_VERSION} to {HIGHEST_VERSION}; upgrade the older side",
-                env!("CARGO_PKG_VERSION")
-            ),
-        ));
-    }
-    Ok(version)
-}

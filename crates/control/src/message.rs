@@ -1,6 +1,6 @@
 //! The messages of the Unix socket: what an engine calls, what it is answered, what it is told.
 
-use kvferry_handshake::{Code, Envelope, Mismatch, PageLists, Ready, TokenRange, Verdict};
+use kvferry_handshake::{Code, Envelope, Mismatch, PageLists, Ready, TokenRange, Verdict, Versions};
 use serde::{Deserialize, Serialize};
 
 /// Longest transfer id in bytes.
@@ -12,12 +12,7 @@ pub const MAX_METADATA: usize = 64 << 10;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Request {
     /// First frame on a connection: the protocol versions that the client speaks.
-    Hello {
-        /// Lowest version.
-        lowest: u32,
-        /// Highest version.
-        highest: u32,
-    },
+    Hello(Versions),
     /// A call; answered by [`Response::Answer`] with the same number.
     Call {
         /// Chosen by the client, unique among its open calls.
@@ -30,7 +25,7 @@ pub enum Request {
 /// From daemon to engine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Response {
-    /// Answer to `Hello`: the version to speak, or a refusal after which the daemon closes.
+    /// Answer to `Hello`: the version to speak. A refusal may come at any time, and is the last frame.
     Hello(Result<Welcome, Fault>),
     /// Answer to a call. Calls never wait for a transfer.
     Answer {

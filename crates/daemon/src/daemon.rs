@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use kvferry_broker::{Broker, PeerAddress};
-use kvferry_control::{HIGHEST_VERSION, Path, Welcome};
+use kvferry_control::{Path, VERSIONS, Welcome};
 use kvferry_dataplane::{DataPlane, StartError};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -226,7 +226,7 @@ fn reception(
     Reception {
         admission: Admission::new(config.allow_users.clone(), config.limits.clone()),
         welcome: Welcome {
-            version: HIGHEST_VERSION,
+            version: VERSIONS.highest,
             incarnation: addresses.incarnation,
             address: addresses.advertised.clone(),
             release: env!("CARGO_PKG_VERSION").to_owned(),

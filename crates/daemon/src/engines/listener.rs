@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_control::{Fault, FrameWriter, Response, encode};
+use kvferry_control::{Fault, FrameWriter, Response};
+use kvferry_handshake::encode;
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use tokio::net::{UnixListener, UnixStream};
 

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvferry_broker::SessionId;
-use kvferry_control::{Answer, Event, Fault, MAX_FRAME, MAX_UNATTACHED_FRAME, Response, encode};
+use kvferry_control::{Answer, Event, Fault, MAX_FRAME, MAX_UNATTACHED_FRAME, Response};
 use kvferry_dataplane::EngineProcess;
-use kvferry_handshake::Code;
+use kvferry_handshake::{Code, encode};
 
 use crate::outbox::Outbox;
 

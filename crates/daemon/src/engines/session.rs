@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use kvferry_broker::{RegionKey, SessionId};
 use kvferry_control::{
-    Call, Fault, Fds, Frame, FrameReader, FrameWriter, MAX_HELLO_FRAME, Memory, Path, Request, Response,
-    Welcome, common_version, decode, encode,
+    Call, Fault, Fds, Frame, FrameError, FrameReader, FrameWriter, MAX_HELLO_FRAME, Memory, Path, Request,
+    Response, VERSIONS, Welcome,
 };
 use kvferry_dataplane::{DataPlane, EngineProcess, RegisterError};
-use kvferry_handshake::Code;
+use kvferry_handshake::{Code, Versions, decode, encode};
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot};
@@ -163,17 +163,23 @@ impl Session<'_> {
     /// Reads `Hello` and answers it. An error of `None`: the engine closed.
     async fn greet(&mut self) -> Result<(), Option<Fault>> {
         let frame = self.read().await?;
-        let (lowest, highest) = match decode(&frame.payload) {
-            Ok(Request::Hello { lowest, highest }) => (lowest, highest),
+        let theirs: Versions = match decode(&frame.payload) {
+            Ok(Request::Hello(versions)) => versions,
             Ok(Request::Call { .. }) => {
                 return Err(Some(Fault::new(
                     Code::ProtocolViolation,
                     "the first frame must be Hello",
                 )));
             }
-            Err(malformed) => return Err(Some(Fault::new(Code::FrameMalformed, malformed.to_string()))),
+            Err(error) => return Err(Some(FrameError::from(error).into())),
         };
-        let version = common_version(lowest, highest).map_err(Some)?;
+        let version = VERSIONS.common(theirs).map_err(|none| {
+            let release = env!("CARGO_PKG_VERSION");
+            Some(Fault::new(
+                Code::ProtocolVersion,
+                format!("{none} (this side: kvferryd {release})"),
+            ))
+        })?;
         let welcome = Welcome {
             version,
             ..self.reception.welcome.clone()
@@ -213,10 +219,10 @@ impl Session<'_> {
     async fn frame(&mut self, frame: Frame) -> Result<(), Fault> {
         let (number, call) = match decode(&frame.payload) {
             Ok(Request::Call { number, call }) => (number, call),
-            Ok(Request::Hello { .. }) => {
+            Ok(Request::Hello(_)) => {
                 return Err(Fault::new(Code::ProtocolViolation, "Hello came twice"));
             }
-            Err(malformed) => return Err(Fault::new(Code::FrameMalformed, malformed.to_string())),
+            Err(error) => return Err(FrameError::from(error).into()),
         };
         let session = self.seat.session;
         match call {
@@ -351,9 +357,7 @@ async fn read(stream: &UnixStream, seat: &Seat, reader: &mut FrameReader) -> Res
     whole(read.await)
 }
 
-fn whole(
-    read: std::io::Result<Result<Option<Frame>, kvferry_control::FrameError>>,
-) -> Result<Frame, Option<Fault>> {
+fn whole(read: std::io::Result<Result<Option<Frame>, FrameError>>) -> Result<Frame, Option<Fault>> {
     match read {
         Ok(Ok(Some(frame))) => Ok(frame),
         // A reset is an end, too: the engine was killed with something unread.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvferry_broker::PeerAddress;
-use kvferry_control::Fault;
+use kvferry_control::{Fault, FrameError};
 use kvferry_handshake::Code;
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
@@ -16,9 +16,7 @@ use tokio::task::AbortHandle;
 use super::channel::{self, Stream};
 use super::dial::GREETING_PATIENCE;
 use super::tls::check_name;
-use super::wire::{
-    HIGHEST_VERSION, Hello, HelloAnswer, Introduction, LOWEST_VERSION, MAGIC, MAX_GREETING, encode, read,
-};
+use super::wire::{Hello, HelloAnswer, Introduction, MAGIC, MAX_GREETING, VERSIONS, encode, read};
 use super::{Arrival, Decision, PeerEvent, Shared};
 use crate::config::Advertised;
 
@@ -160,20 +158,11 @@ fn check(
             "the greeting is not a kvferryd's",
         ));
     }
-    let version = hello.highest.min(HIGHEST_VERSION);
-    if version < hello.lowest || version < LOWEST_VERSION {
-        return Err(Fault::new(
-            Code::ProtocolVersion,
-            format!(
-                "{address} (kvferryd {release}) speaks versions {} to {} of the daemons' protocol, {} (kvferryd {}) speaks \
-                 {LOWEST_VERSION} to {HIGHEST_VERSION}; upgrade the older side",
-                hello.lowest,
-                hello.highest,
-                shared.address,
-                env!("CARGO_PKG_VERSION"),
-            ),
-        ));
-    }
+    let version = VERSIONS.common(hello.versions).map_err(|none| {
+        let us = format!("{} (kvferryd {})", shared.address, env!("CARGO_PKG_VERSION"));
+        let message = format!("{none} (this side: {us}; the other: {address}, kvferryd {release})");
+        Fault::new(Code::ProtocolVersion, message)
+    })?;
     let address: Advertised = address
         .parse()
         .map_err(|error| Fault::new(Code::ProtocolViolation, format!("the greeting's address {error}")))?;
@@ -184,7 +173,7 @@ fn check(
 }
 
 async fn say(stream: &mut Box<dyn Stream>, answer: &HelloAnswer) -> Result<(), Fault> {
-    let frame = encode(answer)?;
+    let frame = encode(answer).map_err(FrameError::from)?;
     let write = async {
         stream.write_all(&frame).await?;
         stream.flush().await

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvferry_control::{Fault, MAX_FRAME};
+use kvferry_control::{Fault, FrameError, MAX_FRAME};
 use kvferry_handshake::Code;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadHalf, WriteHalf};
 
@@ -86,7 +86,7 @@ async fn transmit(
     };
     let alive = match encode(&PeerFrame::Alive) {
         Ok(alive) => alive,
-        Err(error) => return error.into(),
+        Err(error) => return FrameError::from(error).into(),
     };
     loop {
         let frame = match tokio::time::timeout(ALIVE_EVERY, outbox.take()).await {

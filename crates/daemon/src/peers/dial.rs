@@ -12,9 +12,7 @@ use tokio::sync::oneshot;
 
 use super::channel::{self, Stream};
 use super::tls::server_name;
-use super::wire::{
-    HIGHEST_VERSION, Hello, HelloAnswer, Introduction, LOWEST_VERSION, MAGIC, MAX_GREETING, encode, read,
-};
+use super::wire::{Hello, HelloAnswer, Introduction, MAGIC, MAX_GREETING, VERSIONS, encode, read};
 use super::{Arrival, DialId, PeerEvent, Shared};
 use crate::config::Advertised;
 
@@ -115,7 +113,7 @@ async fn attempt(
             version,
             introduction,
         } => {
-            if !(LOWEST_VERSION..=HIGHEST_VERSION).contains(&version) {
+            if !(VERSIONS.lowest..=VERSIONS.highest).contains(&version) {
                 let message =
                     format!("peer {address} chose version {version} of the protocol, which was not offered");
                 return Err(Fault::new(Code::ProtocolVersion, message));
@@ -154,11 +152,10 @@ async fn greet(
     };
     let hello = Hello {
         magic: MAGIC,
-        lowest: LOWEST_VERSION,
-        highest: HIGHEST_VERSION,
+        versions: VERSIONS,
         introduction: Introduction::of(shared),
     };
-    let hello = encode(&hello)?;
+    let hello = encode(&hello).map_err(FrameError::from)?;
     let exchange = async {
         stream.write_all(&hello).await?;
         stream.flush().await?;
@@ -170,11 +167,7 @@ async fn greet(
         Err(error) if shared.tls.is_some() => return Err(tls_failed(address, &error)),
         Err(error) => return Err(odd(address, error.to_string())),
         Ok(Ok(None)) => return Err(odd(address, "it closed the connection".to_owned())),
-        Ok(Err(
-            error @ (FrameError::TooLong { .. } | FrameError::Malformed(_) | FrameError::Truncated { .. }),
-        )) => {
-            return Err(odd(address, error.to_string()));
-        }
+        Ok(Err(error)) => return Err(odd(address, error.to_string())),
     };
     Ok((stream, answer))
 }

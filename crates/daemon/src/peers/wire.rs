@@ -4,16 +4,18 @@ use std::io;
 use std::net::IpAddr;
 
 use kvferry_broker::PeerMessage;
-use kvferry_control::{Fault, FrameError, MAX_FRAME, decode};
+use kvferry_control::{Fault, FrameError};
 use kvferry_dataplane::LaneMessage;
+use kvferry_handshake::{FRAME_HEADER, Versions, WireError, decode};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
-/// Lowest version of the peers' protocol that this release speaks.
-pub(crate) const LOWEST_VERSION: u32 = 1;
-/// Highest version of the peers' protocol that this release speaks.
-pub(crate) const HIGHEST_VERSION: u32 = 1;
+/// Versions of the peers' protocol that this release speaks.
+pub(crate) const VERSIONS: Versions = Versions {
+    lowest: 1,
+    highest: 1,
+};
 /// First bytes of a greeting.
 pub(crate) const MAGIC: [u8; 8] = *b"kvferry\n";
 /// Longest greeting and answer to one.
@@ -23,10 +25,7 @@ pub(crate) const MAX_GREETING: usize = 4096;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Hello {
     pub(crate) magic: [u8; 8],
-    /// Lowest version.
-    pub(crate) lowest: u32,
-    /// Highest version.
-    pub(crate) highest: u32,
+    pub(crate) versions: Versions,
     pub(crate) introduction: Introduction,
 }
 
@@ -69,20 +68,8 @@ pub(crate) enum PeerFrame {
 }
 
 /// A frame, with its length before it.
-pub(crate) fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, FrameError> {
-    let payload = kvferry_control::encode(message)?;
-    let too_long = || FrameError::TooLong {
-        len: payload.len(),
-        limit: MAX_FRAME,
-    };
-    let len = u32::try_from(payload.len()).map_err(|_| too_long())?;
-    if payload.len() > MAX_FRAME {
-        return Err(too_long());
-    }
-    let mut frame = Vec::with_capacity(4 + payload.len());
-    frame.extend_from_slice(&len.to_le_bytes());
-    frame.extend_from_slice(&payload);
-    Ok(frame)
+pub(crate) fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, WireError> {
+    kvferry_handshake::frame(&kvferry_handshake::encode(message)?)
 }
 
 /// Reads a frame of up to `limit` bytes. `Ok(Ok(None))`: the stream ended between frames.
@@ -90,12 +77,12 @@ pub(crate) async fn read<T: DeserializeOwned>(
     stream: &mut (impl AsyncRead + Unpin),
     limit: usize,
 ) -> io::Result<Result<Option<T>, FrameError>> {
-    let mut header = [0; 4];
+    let mut header = [0; FRAME_HEADER];
     if stream.read(&mut header[..1]).await? == 0 {
         return Ok(Ok(None));
     }
     if let Err(error) = stream.read_exact(&mut header[1..]).await {
-        return ended(error, 3);
+        return ended(error, FRAME_HEADER - 1);
     }
     let len = usize::try_from(u32::from_le_bytes(header)).unwrap_or(usize::MAX);
     if len > limit {
