@@ -9,6 +9,7 @@ mod catalogue;
 mod compare;
 mod element;
 mod envelope;
+mod errors_page;
 mod file;
 mod launch;
 mod layout;
@@ -28,6 +29,7 @@ pub use envelope::{
     Component, Dcp, Envelope, HeadSpan, Identity, Kind, PageGroup, Part, Placement, Rank, Role, Scales,
     Strides, Unit,
 };
+pub use errors_page::errors_page;
 pub use file::{FileError, FileProblem, MAX_ENVELOPE_FILE};
 pub use launch::{Allocation, Arrangement, Launch, LaunchError, Order, Padding, Stages};
 pub use layout::layout_label;
