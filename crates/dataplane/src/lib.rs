@@ -11,11 +11,28 @@
 #![deny(unsafe_code)]
 
 mod config;
+mod copy;
+mod core;
 mod event;
+mod fence;
+mod job;
+mod jobs;
+mod lane;
+mod lanes;
+mod line;
+mod listener;
+mod memory;
 mod message;
+mod peer;
 mod plane;
+mod probe;
 mod process;
 mod region;
+mod source;
+mod steward;
+mod target;
+mod threads;
+mod wake;
 
 pub use config::{Config, LaneTls, StartError};
 pub use event::{Event, JobId, PeerTraffic, Tally};

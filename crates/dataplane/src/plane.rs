@@ -3,29 +3,105 @@
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::Mutex;
 
-use kvferry_handshake::{PageLists, Ready};
+use kvferry_handshake::{Code, PageLists, Ready};
 use kvferry_plan::ChunkMap;
 
+use crate::core::Core;
+use crate::job::{Job, RankMemory, Role, Trouble};
+use crate::jobs::Jobs;
+use crate::source::Source;
+use crate::target::Target;
+use crate::wake::Wake;
 use crate::{
     Config, EngineProcess, Event, JobId, LaneMessage, PeerTraffic, RegionKey, RegisterError, StartError,
+    listener, steward,
 };
 
 /// The data plane. A cheap handle: the threads end when the last clone is dropped, or at
-/// [`DataPlane::shutdown`]. No call blocks.
+/// [`DataPlane::shutdown`]. No other call blocks.
 #[derive(Clone, Debug)]
-pub struct DataPlane {}
+pub struct DataPlane {
+    core: Arc<Core>,
+    _last: Arc<Last>,
+}
+
+/// Shuts down when the last handle is dropped; the threads themselves hold only the core.
+#[derive(Debug)]
+struct Last(Arc<Core>);
+
+impl Drop for Last {
+    fn drop(&mut self) {
+        self.0.shutdown();
+    }
+}
+
+impl Core {
+    fn shutdown(&self) {
+        self.listener.end();
+        self.jobs.copies.end();
+        self.bell.end();
+        for peer in self.peers() {
+            peer.lanes().end();
+        }
+        self.threads.join_all();
+        self.jobs.clear();
+    }
+}
+
+/// A job's regions, by their numbers.
+fn memory(core: &Core, regions: &[(u16, RegionKey)]) -> Result<RankMemory, Trouble> {
+    let found = regions.iter().map(|(number, key)| {
+        let region = core.regions.get(*key).ok_or_else(|| Trouble {
+            code: Code::RegionUnknown,
+            message: format!("region {number} is not registered any more"),
+        })?;
+        Ok((*number, region))
+    });
+    Ok(RankMemory(found.collect::<Result<_, Trouble>>()?))
+}
 
 impl DataPlane {
     /// Binds the data port and starts the threads. `sink` takes every [`Event`]; it must not block.
     pub fn start(config: Config, sink: Arc<dyn Fn(Event) + Send + Sync>) -> Result<DataPlane, StartError> {
-        let _ = (config, sink);
-        todo!()
+        for (field, value) in [
+            ("lanes_per_peer", config.lanes_per_peer),
+            ("copy_threads", config.copy_threads),
+            ("max_unproven", config.max_unproven),
+        ] {
+            if value == 0 {
+                return Err(StartError::Setting {
+                    field,
+                    value,
+                    least: 1,
+                });
+            }
+        }
+        let resources = |what| move |source| StartError::Resources { what, source };
+        let (socket, address) = listener::bind(config.listen)?;
+        let wake = Wake::new().map_err(resources("an fd for the listener"))?;
+        let copy_threads = config.copy_threads;
+        let core = Arc::new(Core::new(config, address, Arc::new(Jobs::new(sink)), wake));
+        // From here on a failure ends what was started.
+        let last = Arc::new(Last(Arc::clone(&core)));
+        let spawn = |name, life: Box<dyn FnOnce() + Send>| {
+            core.threads.spawn(name, life).map_err(resources("a thread"))
+        };
+        let of = Arc::clone(&core);
+        spawn("kvferry-listen", Box::new(move || listener::run(&of, &socket)))?;
+        let of = Arc::clone(&core);
+        spawn("kvferry-steward", Box::new(move || steward::run(&of)))?;
+        for _ in 0..copy_threads {
+            let of = Arc::clone(&core.jobs);
+            spawn("kvferry-copy", Box::new(move || of.copies.work()))?;
+        }
+        Ok(DataPlane { core, _last: last })
     }
 
     /// Where lanes are accepted.
     pub fn listen_address(&self) -> SocketAddr {
-        todo!()
+        self.core.address
     }
 
     /// Maps `[offset, offset + len)` of a memfd. The fd is kept until [`DataPlane::release`]. Regions of one
@@ -37,8 +113,7 @@ impl DataPlane {
         offset: u64,
         len: u64,
     ) -> Result<RegionKey, RegisterError> {
-        let _ = (owner, fd, offset, len);
-        todo!()
+        self.core.regions.map_memfd(owner, fd, offset, len)
     }
 
     /// Takes `[address, address + len)` of an engine's process.
@@ -49,32 +124,34 @@ impl DataPlane {
         address: u64,
         len: u64,
     ) -> Result<RegionKey, RegisterError> {
-        let _ = (owner, process, address, len);
-        todo!()
+        self.core.regions.map_process(owner, process, address, len)
     }
 
     /// Forgets a region. The jobs that used it were closed before.
     pub fn release(&self, key: RegionKey) {
-        let _ = key;
-        todo!()
+        self.core.regions.release(key);
     }
 
     /// The channel to this peer is up; its data port is on `host`.
     pub fn peer_up(&self, peer: &str, host: IpAddr) {
-        let _ = (peer, host);
-        todo!()
+        let peer = self.core.peer(peer);
+        let life = peer.lanes().up(host);
+        peer.outbox.begin_life(life);
+        self.core.work(&peer);
     }
 
     /// The channel to this peer broke: its lanes are destroyed, and its jobs do not go on.
     pub fn peer_down(&self, peer: &str) {
-        let _ = peer;
-        todo!()
+        let peer = self.core.peer(peer);
+        // No life has this number: lanes that are told to end take nothing meanwhile.
+        peer.outbox.begin_life(0);
+        peer.lanes().down();
     }
 
     /// The peer's data plane said something through the channel.
     pub fn peer_message(&self, peer: &str, message: LaneMessage) {
-        let _ = (peer, message);
-        todo!()
+        let peer = self.core.peer(peer);
+        self.core.heard(&peer, message);
     }
 
     /// Accepts chunks from a peer into our pages, until [`DataPlane::close`]. The job's number is the slot
@@ -87,8 +164,9 @@ impl DataPlane {
         pages: Arc<PageLists>,
         regions: Arc<[(u16, RegionKey)]>,
     ) {
-        let _ = (job, peer, map, pages, regions);
-        todo!()
+        let peer = self.core.peer(peer);
+        let target = Mutex::new(Target::new(map, pages));
+        self.start_job(job, &regions, |memory| Role::Receive { peer, target, memory });
     }
 
     /// Sends chunks to a peer as [`DataPlane::ready`] says.
@@ -101,8 +179,14 @@ impl DataPlane {
         pages: Arc<PageLists>,
         regions: Arc<[(u16, RegionKey)]>,
     ) {
-        let _ = (job, peer, slot, map, pages, regions);
-        todo!()
+        let peer = self.core.peer(peer);
+        let source = Mutex::new(Source::new(map, pages));
+        self.start_job(job, &regions, |memory| Role::Send {
+            peer,
+            slot,
+            source,
+            memory,
+        });
     }
 
     /// Copies chunks within the node as [`DataPlane::ready`] says.
@@ -115,41 +199,135 @@ impl DataPlane {
         pages: Arc<PageLists>,
         regions: Arc<[(u16, RegionKey)]>,
     ) {
-        let _ = (job, map, source_pages, source_regions, pages, regions);
-        todo!()
+        // The map has the decode side's pages.
+        drop(pages);
+        let source = Mutex::new(Source::new(map, source_pages));
+        let source_memory = memory(&self.core, &source_regions);
+        let (source_memory, missing) = match source_memory {
+            Ok(memory) => (memory, None),
+            Err(trouble) => (RankMemory(Box::default()), Some(trouble)),
+        };
+        let job = self.start_job(job, &regions, |memory| Role::Copy {
+            source,
+            source_memory,
+            memory,
+        });
+        if let (Some(job), Some(trouble)) = (job, missing) {
+            job.fail(trouble);
+        }
     }
 
     /// More is ready at the source of a send or copy, with longer page lists where they grew. Once
     /// `ready.end` is set the map is cut there.
     pub fn ready(&self, job: JobId, ready: Ready, source_pages: Option<Arc<PageLists>>) {
-        let _ = (job, ready, source_pages);
-        todo!()
+        let Some(job) = self.core.jobs.get(job) else { return };
+        let Some((join, complete)) = job.source().map(|mut source| {
+            let join = source.advance(&ready, source_pages);
+            (join, source.is_complete())
+        }) else {
+            return;
+        };
+        match &job.role {
+            Role::Send { peer, .. } => {
+                if join {
+                    peer.outbox.join(&job);
+                }
+                self.core.work(peer);
+            }
+            Role::Copy { .. } if join => self.core.jobs.copies.join(&job),
+            _ => {}
+        }
+        if complete {
+            job.complete();
+        }
     }
 
     /// A receive learns the final end: the map is cut there.
     pub fn end(&self, job: JobId, end: u64) {
-        let _ = (job, end);
-        todo!()
+        let Some(job) = self.core.jobs.get(job) else { return };
+        let ended = job.target().map(|mut target| target.ends(end));
+        match ended {
+            Some(Ok(true)) => job.complete(),
+            Some(Err(message)) => job.fail(Trouble {
+                code: Code::VerdictsDiffer,
+                message,
+            }),
+            _ => {}
+        }
     }
 
     /// Stops and fences a job, also one that is complete or failed: answered by [`Event::Closed`], once.
     pub fn close(&self, job: JobId) {
-        let _ = job;
-        todo!()
+        if let Some(job) = self.core.jobs.get(job) {
+            job.close();
+        }
     }
 
     /// Everything that must return to where it was: (name, count).
     pub fn counts(&self) -> Vec<(String, u64)> {
-        todo!()
+        let core = &self.core;
+        let (regions, mapped) = core.regions.count();
+        let mut lanes = [0; 4];
+        for peer in core.peers() {
+            for (sum, count) in lanes.iter_mut().zip(peer.lanes().count()) {
+                *sum += count;
+            }
+        }
+        let number = |count: usize| u64::try_from(count).unwrap_or(u64::MAX);
+        [
+            ("regions", regions),
+            ("mapped_bytes", mapped),
+            ("jobs", number(core.jobs.count())),
+            ("lanes_out", number(lanes[0])),
+            ("lanes_in", number(lanes[1])),
+            ("lane_grants", number(lanes[2])),
+            ("chunks_in_doubt", number(lanes[3])),
+            ("unproven_connections", core.unproven.load(std::sync::atomic::Ordering::Relaxed)),
+            ("threads", number(core.threads.count())),
+        ]
+        .map(|(name, count)| (name.to_owned(), count))
+        .into()
     }
 
     /// Traffic per peer.
     pub fn traffic(&self) -> Vec<PeerTraffic> {
-        todo!()
+        let peers = self.core.peers().into_iter().map(|peer| {
+            let [out, incoming, ..] = peer.lanes().count();
+            let (sent_bytes, received_bytes, resent_chunks, lost_lanes) = peer.traffic.totals();
+            PeerTraffic {
+                peer: Arc::clone(&peer.name),
+                lanes: u64::try_from(out + incoming).unwrap_or(u64::MAX),
+                sent_bytes,
+                received_bytes,
+                resent_chunks,
+                lost_lanes,
+            }
+        });
+        peers.collect()
     }
 
     /// Ends all threads and waits for them. Jobs that are open are not reported any more.
     pub fn shutdown(&self) {
-        todo!()
+        self.core.shutdown();
+    }
+
+    fn start_job(
+        &self,
+        id: JobId,
+        regions: &[(u16, RegionKey)],
+        role: impl FnOnce(RankMemory) -> Role,
+    ) -> Option<Arc<Job>> {
+        let (memory, missing) = match memory(&self.core, regions) {
+            Ok(memory) => (memory, None),
+            Err(trouble) => (RankMemory(Box::default()), Some(trouble)),
+        };
+        let Some(job) = self.core.jobs.add(id, role(memory)) else {
+            tracing::error!(job = id.0, "a job's number was used twice");
+            return None;
+        };
+        if let Some(trouble) = missing {
+            job.fail(trouble);
+        }
+        Some(job)
     }
 }

@@ -1,6 +1,22 @@
-//! Regions: engines' memory that the data plane can reach.
+//! Regions: engines' memory that the data plane can reach, and what is refused.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::Mutex;
 
 use kvferry_handshake::Code;
+use rustix::fs::{FileType, OFlags, SealFlags, fcntl_get_seals, fcntl_getfl, fstat, fstatfs};
+use rustix::io::Errno;
+
+use crate::memory::{Mapping, Span};
+use crate::probe;
+use crate::process::{EngineProcess, Remote};
+
+/// Most regions of one owner.
+const MAX_REGIONS: usize = 4096;
+/// `f_type` of hugetlbfs (statfs(2)).
+const HUGETLBFS_MAGIC: i64 = 0x958458f6;
 
 /// A mapped region; never reused within a daemon's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -12,6 +28,48 @@ pub struct RegionKey(pub u64);
 pub struct RegisterError {
     code: Code,
     message: String,
+}
+
+/// Memory of an engine.
+#[derive(Debug)]
+pub(crate) struct Region {
+    owner: u64,
+    len: u64,
+    memory: Memory,
+}
+
+#[derive(Debug)]
+enum Memory {
+    Mapped {
+        mapping: Mapping,
+        /// Kept for what may have to register it later, and because its identity is ours only while it is open.
+        _fd: OwnedFd,
+        identity: (u64, u64),
+        offset: u64,
+    },
+    Process {
+        process: Arc<EngineProcess>,
+        address: u64,
+    },
+}
+
+/// A byte range of a region, as it can be reached.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Piece<'r> {
+    Mapped(Span<'r>),
+    Process(&'r Arc<EngineProcess>, Remote),
+}
+
+/// All regions.
+#[derive(Debug, Default)]
+pub(crate) struct Regions {
+    table: Mutex<Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    last: u64,
+    regions: HashMap<RegionKey, Arc<Region>>,
 }
 
 impl RegisterError {
@@ -27,4 +85,217 @@ impl RegisterError {
     pub fn code(&self) -> Code {
         self.code
     }
+}
+
+impl Region {
+    /// Bytes `[offset, offset + len)`, if they are inside.
+    pub(crate) fn piece(&self, offset: u64, len: u64) -> Option<Piece<'_>> {
+        match &self.memory {
+            Memory::Mapped { mapping, .. } => mapping.span(offset, len).map(Piece::Mapped),
+            Memory::Process { process, address } => {
+                let inside = offset.checked_add(len)? <= self.len;
+                let range = Remote {
+                    address: address.checked_add(offset)?,
+                    len: usize::try_from(len).ok()?,
+                };
+                inside.then_some(Piece::Process(process, range))
+            }
+        }
+    }
+
+    /// The bytes of both that are the same: where they begin in each.
+    fn overlap(&self, other: &Region) -> bool {
+        let (a, b) = match (&self.memory, &other.memory) {
+            (
+                Memory::Mapped { identity, offset, .. },
+                Memory::Mapped {
+                    identity: other_identity,
+                    offset: other_offset,
+                    ..
+                },
+            ) if identity == other_identity => (*offset, *other_offset),
+            (
+                Memory::Process { process, address },
+                Memory::Process {
+                    process: other_process,
+                    address: other_address,
+                },
+            ) if process.pid() == other_process.pid() => (*address, *other_address),
+            _ => return false,
+        };
+        a < b.saturating_add(other.len) && b < a.saturating_add(self.len)
+    }
+
+    fn start(&self) -> u64 {
+        match self.memory {
+            Memory::Mapped { offset, .. } => offset,
+            Memory::Process { address, .. } => address,
+        }
+    }
+}
+
+impl Regions {
+    pub(crate) fn map_memfd(
+        &self,
+        owner: u64,
+        fd: OwnedFd,
+        offset: u64,
+        len: u64,
+    ) -> Result<RegionKey, RegisterError> {
+        let identity = check_memfd(&fd, offset, len)?;
+        let mapping = Mapping::new(&fd, offset, len).map_err(|error| {
+            let message = format!(
+                "mapping {len} bytes at offset {offset} of the memfd failed: {error}; see the daemon's address-space limit \
+                 (ulimit -v) and vm.max_map_count"
+            );
+            RegisterError::new(Code::OverLimit, message)
+        })?;
+        self.add(Region {
+            owner,
+            len,
+            memory: Memory::Mapped {
+                mapping,
+                _fd: fd,
+                identity,
+                offset,
+            },
+        })
+    }
+
+    pub(crate) fn map_process(
+        &self,
+        owner: u64,
+        process: Arc<EngineProcess>,
+        address: u64,
+        len: u64,
+    ) -> Result<RegionKey, RegisterError> {
+        probe::reachable(&process, address, len)?;
+        self.add(Region {
+            owner,
+            len,
+            memory: Memory::Process { process, address },
+        })
+    }
+
+    fn add(&self, region: Region) -> Result<RegionKey, RegisterError> {
+        let mut table = self.table.lock().unwrap_or_else(|e| e.into_inner());
+        let of_owner = || table.regions.values().filter(|other| other.owner == region.owner);
+        if of_owner().count() >= MAX_REGIONS {
+            let message = format!(
+                "regions: {MAX_REGIONS} are registered already, the most that one rank may have; use larger regions with \
+                 several placements"
+            );
+            return Err(RegisterError::new(Code::OverLimit, message));
+        }
+        if let Some(other) = of_owner().find(|other| region.overlap(other)) {
+            let message = format!(
+                "bytes {} to {} share bytes with a registered region of {} to {}; register each byte once, and use one \
+                 region with several placements",
+                region.start(),
+                region.start().saturating_add(region.len),
+                other.start(),
+                other.start().saturating_add(other.len),
+            );
+            return Err(RegisterError::new(Code::RegionOverlap, message));
+        }
+        table.last += 1;
+        let key = RegionKey(table.last);
+        table.regions.insert(key, Arc::new(region));
+        Ok(key)
+    }
+
+    pub(crate) fn release(&self, key: RegionKey) {
+        let region = self.table.lock().unwrap_or_else(|e| e.into_inner()).regions.remove(&key);
+        // Unmapping takes a while: not under the lock.
+        drop(region);
+    }
+
+    pub(crate) fn get(&self, key: RegionKey) -> Option<Arc<Region>> {
+        self.table.lock().unwrap_or_else(|e| e.into_inner()).regions.get(&key).cloned()
+    }
+
+    /// Number of regions and their bytes.
+    pub(crate) fn count(&self) -> (u64, u64) {
+        let table = self.table.lock().unwrap_or_else(|e| e.into_inner());
+        let count = u64::try_from(table.regions.len()).unwrap_or(u64::MAX);
+        (count, table.regions.values().map(|region| region.len).sum())
+    }
+}
+
+/// What must hold of a memfd before its memory is mapped. Gives its identity.
+fn check_memfd(fd: &OwnedFd, offset: u64, len: u64) -> Result<(u64, u64), RegisterError> {
+    let kind = |what: String| {
+        let message = format!("fd: {what}; hand over exactly one memfd, opened for reading and writing");
+        RegisterError::new(Code::RegionKind, message)
+    };
+    let unknown = |error: Errno| kind(format!("it cannot be examined ({error})"));
+    let stat = fstat(fd).map_err(unknown)?;
+    let file_type = FileType::from_raw_mode(stat.st_mode);
+    if file_type != FileType::RegularFile {
+        return Err(kind(format!("it is a {file_type:?}, not a memfd")));
+    }
+    let seals = match fcntl_get_seals(fd) {
+        Ok(seals) => seals,
+        Err(Errno::INVAL) => return Err(kind("it is a file, not a memfd".to_owned())),
+        Err(error) => return Err(unknown(error)),
+    };
+    check_seals(seals)?;
+    // A page of a hugetlb memfd that its engine punched out can fail to come back, and touching it would then end the daemon.
+    if i64::try_from(fstatfs(fd).map_err(unknown)?.f_type) == Ok(HUGETLBFS_MAGIC) {
+        return Err(kind(
+            "it is a hugetlb memfd (MFD_HUGETLB), which the daemon cannot touch safely: use a plain one with \
+             madvise(MADV_HUGEPAGE)"
+                .to_owned(),
+        ));
+    }
+    let mode = fcntl_getfl(fd).map_err(unknown)? & OFlags::RWMODE;
+    if mode != OFlags::RDWR {
+        return Err(kind("it is not open for reading and writing".to_owned()));
+    }
+
+    let size = u64::try_from(stat.st_size).unwrap_or(0);
+    let bounds = |message: String| RegisterError::new(Code::RegionOutOfBounds, message);
+    if len == 0 {
+        return Err(bounds("len is 0; register at least one byte".to_owned()));
+    }
+    if offset.checked_add(len).is_none_or(|end| end > size) {
+        return Err(bounds(format!(
+            "offset {offset} plus len {len} is beyond the memfd's size of {size} bytes; give a range inside it"
+        )));
+    }
+    let page = u64::try_from(rustix::param::page_size()).unwrap_or(4096);
+    if offset % page != 0 {
+        return Err(bounds(format!(
+            "offset {offset} is not a multiple of the system's page size of {page}; align it"
+        )));
+    }
+    Ok((stat.st_dev, stat.st_ino))
+}
+
+/// SHRINK keeps a shared mapping from faulting, GROW keeps what was measured; with a WRITE seal nothing can be delivered.
+fn check_seals(seals: SealFlags) -> Result<(), RegisterError> {
+    let named = |seals: SealFlags| {
+        let names: Vec<_> = seals.iter_names().map(|(name, _)| format!("F_SEAL_{name}")).collect();
+        if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+    };
+    let due = SealFlags::SHRINK | SealFlags::GROW;
+    let unfit = SealFlags::WRITE | SealFlags::FUTURE_WRITE;
+    let (missing, present) = (due - seals, seals & unfit);
+    if missing.is_empty() && present.is_empty() {
+        return Ok(());
+    }
+    let mut wrong = Vec::new();
+    if !missing.is_empty() {
+        wrong.push(format!("{} missing", named(missing)));
+    }
+    if !present.is_empty() {
+        wrong.push(format!("{} must not be there", named(present)));
+    }
+    let message = format!(
+        "seals: {} (the memfd has: {}); create it with MFD_ALLOW_SEALING, size it, then add F_SEAL_SHRINK and F_SEAL_GROW \
+         only",
+        wrong.join(", "),
+        named(seals),
+    );
+    Err(RegisterError::new(Code::RegionSeals, message))
 }

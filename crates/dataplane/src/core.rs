@@ -1,0 +1,259 @@
+//! What all threads of the data plane share, and how a lane is opened, ended and mended.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, RwLock};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use crate::jobs::Jobs;
+use crate::lane::{LaneEnd, Link, receiver, sender};
+use crate::lanes::{Due, SenderEnd};
+use crate::peer::Peer;
+use crate::region::Regions;
+use crate::steward::Bell;
+use crate::threads::Threads;
+use crate::wake::Wake;
+use crate::{Config, Event, LaneMessage, Token};
+
+/// What all threads share.
+#[derive(Debug)]
+pub(crate) struct Core {
+    pub(crate) config: Config,
+    pub(crate) address: SocketAddr,
+    pub(crate) regions: Regions,
+    pub(crate) jobs: Arc<Jobs>,
+    pub(crate) threads: Threads,
+    pub(crate) bell: Bell,
+    pub(crate) listener: Wake,
+    pub(crate) unproven: AtomicU64,
+    peers: RwLock<HashMap<Arc<str>, Arc<Peer>>>,
+    last: AtomicU64,
+}
+
+impl Core {
+    pub(crate) fn new(config: Config, address: SocketAddr, jobs: Arc<Jobs>, listener: Wake) -> Core {
+        // Asks and epochs grow over restarts too, as far as the clock does.
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Core {
+            config,
+            address,
+            regions: Regions::default(),
+            jobs,
+            threads: Threads::default(),
+            bell: Bell::default(),
+            listener,
+            unproven: AtomicU64::new(0),
+            peers: RwLock::default(),
+            last: AtomicU64::new(u64::try_from(now.as_nanos()).unwrap_or(0)),
+        }
+    }
+
+    /// A number that grows.
+    fn fresh(&self) -> u64 {
+        self.last.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn fresh_token(&self) -> Option<(u64, Token)> {
+        let mut token = [0; 32];
+        let drawn = rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty());
+        if drawn != Ok(token.len()) {
+            tracing::error!(?drawn, "no random numbers for a lane's token");
+            return None;
+        }
+        Some((self.fresh(), Token(token)))
+    }
+
+    pub(crate) fn peer(&self, name: &str) -> Arc<Peer> {
+        if let Some(peer) = self.peers.read().unwrap_or_else(|e| e.into_inner()).get(name) {
+            return Arc::clone(peer);
+        }
+        let mut peers = self.peers.write().unwrap_or_else(|e| e.into_inner());
+        let peer = peers.entry(Arc::from(name)).or_insert_with(|| Arc::new(Peer::new(name)));
+        Arc::clone(peer)
+    }
+
+    pub(crate) fn peers(&self) -> Vec<Arc<Peer>> {
+        self.peers.read().unwrap_or_else(|e| e.into_inner()).values().cloned().collect()
+    }
+
+    /// Tells the peer's data plane.
+    pub(crate) fn tell(&self, peer: &Peer, messages: Vec<LaneMessage>) {
+        for message in messages {
+            (self.jobs.sink)(Event::ToPeer {
+                peer: Arc::clone(&peer.name),
+                message,
+            });
+        }
+    }
+
+    /// There may be chunks to send: wakes a lane, and asks for lanes that are missing.
+    pub(crate) fn work(&self, peer: &Peer) {
+        peer.outbox.kick();
+        let demand = peer.outbox.waiting(self.config.lanes_per_peer);
+        let messages = peer.lanes().open(Instant::now(), &self.config, demand, || self.fresh());
+        if !messages.is_empty() {
+            self.tell(peer, messages);
+            self.bell.ring();
+        }
+    }
+
+    /// Does what became due with a peer's lanes.
+    fn follow(&self, peer: &Peer, due: Due) {
+        let put_back = !due.put_back.is_empty();
+        // They are put in front, so the first of them goes last.
+        for taken in due.put_back.iter().rev() {
+            peer.put_back(taken);
+        }
+        self.tell(peer, due.messages);
+        if put_back {
+            self.work(peer);
+        }
+        self.bell.ring();
+    }
+
+    /// The peer's data plane said something.
+    pub(crate) fn heard(self: &Arc<Self>, peer: &Arc<Peer>, message: LaneMessage) {
+        let now = Instant::now();
+        let due = match message {
+            LaneMessage::Want { lane, ask } => {
+                let port = self.address.port();
+                peer.lanes().wanted(now, &self.config, lane, ask, port, || self.fresh_token())
+            }
+            LaneMessage::Grant {
+                lane,
+                ask,
+                epoch,
+                token,
+                port,
+            } => {
+                self.connect(peer, lane, ask, epoch, token, port);
+                return;
+            }
+            LaneMessage::Lost { lane, epoch } => peer.lanes().lost(lane, epoch),
+            LaneMessage::Gone { lane, epoch } => peer.lanes().gone(now, lane, epoch),
+        };
+        self.follow(peer, due);
+    }
+
+    /// Starts the sending end of a lane that was granted.
+    fn connect(self: &Arc<Self>, peer: &Arc<Peer>, lane: u16, ask: u64, epoch: u64, token: Token, port: u16) {
+        let wake = match Wake::new() {
+            Ok(wake) => Arc::new(wake),
+            Err(error) => {
+                // The grant comes again when it is asked for again.
+                tracing::warn!(peer = %peer.name, %error, "no fd for a lane");
+                return;
+            }
+        };
+        let Some(opening) = peer.lanes().granted(lane, ask, epoch, &wake) else {
+            return;
+        };
+        let start = sender::Start {
+            peer: Arc::clone(peer),
+            life: opening.life,
+            epoch,
+            address: SocketAddr::new(opening.host, port),
+            token,
+            wake,
+        };
+        let core = Arc::clone(self);
+        let spawned = self.threads.spawn("kvferry-send", move || {
+            core.sender_life(lane, &start);
+            core.threads.ending();
+            core.bell.ring();
+        });
+        if let Err(error) = spawned {
+            tracing::warn!(peer = %peer.name, %error, "no thread for a lane");
+            self.sender_ended(peer, lane, epoch, &LaneEnd::Socket(error), sender::Left::default());
+        }
+    }
+
+    fn sender_life(&self, lane: u16, start: &sender::Start) {
+        let mut left = sender::Left::default();
+        let end = catch_unwind(AssertUnwindSafe(|| sender::run(&self.config, start, &mut left)));
+        let end = end.unwrap_or(LaneEnd::Violation("a defect on our side"));
+        start.peer.outbox.lane_ended(&start.wake);
+        self.sender_ended(&start.peer, lane, start.epoch, &end, left);
+    }
+
+    fn sender_ended(&self, peer: &Peer, lane: u16, epoch: u64, end: &LaneEnd, left: sender::Left) {
+        let orderly = matches!(end, LaneEnd::Idle) && left.unacked.is_empty();
+        tracing::debug!(peer = %peer.name, lane, epoch, %end, unacked = left.unacked.len(), "sending end of a lane ended");
+        if !orderly && !matches!(end, LaneEnd::Told) {
+            peer.traffic.lost();
+        }
+        let now = Instant::now();
+        let ended = SenderEnd {
+            lane,
+            epoch,
+            unacked: left.unacked.into_iter().map(|unacked| unacked.taken).collect(),
+            orderly,
+            carried: left.carried,
+        };
+        let due = {
+            let mut lanes = peer.lanes();
+            if !left.proven && !matches!(end, LaneEnd::Told) {
+                lanes.failing.get_or_insert_with(|| (now, end.to_string()));
+            }
+            lanes.sender_ended(now, &self.config, ended)
+        };
+        self.follow(peer, due);
+        // What came for this lane while it ended is for the others, or for its next life.
+        self.work(peer);
+    }
+
+    /// A connection to the data port showed a token. Starts the receiving end of the lane, if it was granted.
+    pub(crate) fn proven(self: &Arc<Self>, epoch: u64, token: &Token, socket: OwnedFd) {
+        let wake = match Wake::new() {
+            Ok(wake) => Arc::new(wake),
+            Err(error) => {
+                tracing::warn!(%error, "no fd for a lane");
+                return;
+            }
+        };
+        let now = Instant::now();
+        let found = self
+            .peers()
+            .into_iter()
+            .find_map(|peer| peer.lanes().proven(now, epoch, token, &wake).map(|lane| (Arc::clone(&peer), lane)));
+        let Some((peer, lane)) = found else {
+            tracing::debug!("a connection to the data port showed no token that is good");
+            return;
+        };
+        let core = Arc::clone(self);
+        let start = receiver::Start {
+            peer: Arc::clone(&peer),
+            wake,
+        };
+        let spawned = self.threads.spawn("kvferry-receive", move || {
+            core.receiver_life(lane, epoch, &start, socket);
+            core.threads.ending();
+            core.bell.ring();
+        });
+        if let Err(error) = spawned {
+            tracing::warn!(peer = %peer.name, %error, "no thread for a lane");
+            self.receiver_ended(&peer, lane, epoch);
+        }
+    }
+
+    fn receiver_life(&self, lane: u16, epoch: u64, start: &receiver::Start, socket: OwnedFd) {
+        let end = catch_unwind(AssertUnwindSafe(|| {
+            receiver::run(&self.config, &self.jobs, start, Link::accepted(socket))
+        }));
+        let end = end.unwrap_or(LaneEnd::Violation("a defect on our side"));
+        tracing::debug!(peer = %start.peer.name, lane, epoch, %end, "receiving end of a lane ended");
+        // The socket is closed and the thread writes nothing any more: what is said now holds.
+        self.receiver_ended(&start.peer, lane, epoch);
+    }
+
+    fn receiver_ended(&self, peer: &Peer, lane: u16, epoch: u64) {
+        let port = self.address.port();
+        let now = Instant::now();
+        let due =
+            peer.lanes().receiver_ended(now, &self.config, lane, epoch, port, || self.fresh_token());
+        self.follow(peer, due);
+    }
+}

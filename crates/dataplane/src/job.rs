@@ -1,0 +1,260 @@
+//! A job: its memory, its fence, and what is told about it.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::time::Instant;
+
+use kvferry_handshake::Code;
+use kvferry_plan::Extent;
+
+use crate::fence::Fence;
+use crate::jobs::Jobs;
+use crate::peer::Peer;
+use crate::region::{Piece, Region};
+use crate::source::Source;
+use crate::target::Target;
+use crate::{Event, JobId, Tally};
+
+/// Progress is told at most so often per job.
+const PROGRESS_MS: u64 = 100;
+
+/// Something that the data plane was asked to move.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) id: JobId,
+    pub(crate) role: Role,
+    jobs: Weak<Jobs>,
+    fence: Fence,
+    /// Complete or failed, and told so.
+    ended: AtomicBool,
+    completed: AtomicBool,
+    closed: AtomicBool,
+    started: Instant,
+    /// When progress is told next, in milliseconds since `started`.
+    next_progress: AtomicU64,
+    bytes: AtomicU64,
+    moves: AtomicU64,
+    bounced: AtomicU64,
+    resent: AtomicU64,
+    damaged: AtomicU32,
+}
+
+/// Which kind of job, with what each has.
+#[derive(Debug)]
+pub(crate) enum Role {
+    Send {
+        peer: Arc<Peer>,
+        slot: u64,
+        source: Mutex<Source>,
+        memory: RankMemory,
+    },
+    Receive {
+        peer: Arc<Peer>,
+        target: Mutex<Target>,
+        memory: RankMemory,
+    },
+    Copy {
+        source: Mutex<Source>,
+        source_memory: RankMemory,
+        memory: RankMemory,
+    },
+}
+
+/// The regions of one rank.
+#[derive(Debug)]
+pub(crate) struct RankMemory(pub(crate) Box<[(u16, Arc<Region>)]>);
+
+/// Why a chunk cannot be moved.
+#[derive(Debug)]
+pub(crate) struct Trouble {
+    pub(crate) code: Code,
+    pub(crate) message: String,
+}
+
+/// Being inside a job's fence: for the time of one system call or copy, never while waiting.
+#[derive(Debug)]
+pub(crate) struct Pass<'j>(&'j Job);
+
+impl RankMemory {
+    /// The memory of an extent.
+    pub(crate) fn piece(&self, region: u16, offset: u64, len: u64) -> Result<Piece<'_>, Trouble> {
+        let outside = |what: &str| Trouble {
+            code: Code::RegionOutOfBounds,
+            message: format!("region {region}: bytes {offset} to {} {what}", offset.saturating_add(len)),
+        };
+        let (_, found) = self
+            .0
+            .iter()
+            .find(|(number, _)| *number == region)
+            .ok_or_else(|| outside("are planned, and the region is not registered"))?;
+        found.piece(offset, len).ok_or_else(|| outside("are planned, and the region ends before"))
+    }
+
+    pub(crate) fn extent(&self, extent: &Extent) -> Result<Piece<'_>, Trouble> {
+        self.piece(extent.region, extent.offset, extent.len)
+    }
+}
+
+impl Job {
+    pub(crate) fn new(id: JobId, role: Role, jobs: Weak<Jobs>) -> Job {
+        Job {
+            id,
+            role,
+            jobs,
+            fence: Fence::default(),
+            ended: AtomicBool::new(false),
+            completed: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+            started: Instant::now(),
+            next_progress: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            moves: AtomicU64::new(0),
+            bounced: AtomicU64::new(0),
+            resent: AtomicU64::new(0),
+            damaged: AtomicU32::new(0),
+        }
+    }
+
+    /// Enters the fence, unless the job is closed.
+    pub(crate) fn enter(&self) -> Option<Pass<'_>> {
+        let entered = self.fence.enter();
+        // Dropped at once when turned away: it has been counted.
+        let pass = Pass(self);
+        entered.then_some(pass)
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.fence.is_closed()
+    }
+
+    /// The source of a send or copy.
+    pub(crate) fn source(&self) -> Option<MutexGuard<'_, Source>> {
+        match &self.role {
+            Role::Send { source, .. } | Role::Copy { source, .. } => {
+                Some(source.lock().unwrap_or_else(|e| e.into_inner()))
+            }
+            Role::Receive { .. } => None,
+        }
+    }
+
+    /// The target of a receive.
+    pub(crate) fn target(&self) -> Option<MutexGuard<'_, Target>> {
+        match &self.role {
+            Role::Receive { target, .. } => Some(target.lock().unwrap_or_else(|e| e.into_inner())),
+            _ => None,
+        }
+    }
+
+    /// A chunk of so many bytes in so many ranges is done.
+    pub(crate) fn moved(&self, bytes: u64, moves: u64, bounced: u64) {
+        self.moves.fetch_add(moves, Ordering::Relaxed);
+        self.bounced.fetch_add(bounced, Ordering::Relaxed);
+        let bytes = self.bytes.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let due = self.next_progress.load(Ordering::Relaxed);
+        let next = now.saturating_add(PROGRESS_MS);
+        if now >= due
+            && self
+                .next_progress
+                .compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed)
+                .is_ok()
+        {
+            self.tell(|job| Event::Progress { job, bytes });
+        }
+    }
+
+    /// A chunk has to be sent again.
+    pub(crate) fn sent_in_vain(&self) {
+        self.resent.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A chunk's checksum did not match. Gives how many that were.
+    pub(crate) fn came_damaged(&self) -> u32 {
+        self.damaged.fetch_add(1, Ordering::Relaxed).saturating_add(1)
+    }
+
+    /// Every chunk is done. Told once.
+    pub(crate) fn complete(&self) {
+        if !self.ended.swap(true, Ordering::AcqRel) {
+            self.completed.store(true, Ordering::Release);
+            self.tell(|job| Event::Complete { job });
+        }
+    }
+
+    /// The job cannot go on. Told once, and not after it completed.
+    pub(crate) fn fail(&self, trouble: Trouble) {
+        if !self.ended.swap(true, Ordering::AcqRel) {
+            self.tell(|job| Event::Failed {
+                job,
+                code: trouble.code,
+                message: trouble.message,
+            });
+        }
+        self.stop();
+    }
+
+    /// Whether it failed or completed.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+
+    /// No chunk is taken from it any more.
+    pub(crate) fn stop(&self) {
+        let in_line = self.source().is_some_and(|mut source| source.stop());
+        if !in_line {
+            return;
+        }
+        match &self.role {
+            Role::Send { peer, .. } => peer.outbox.leave(self),
+            Role::Copy { .. } => {
+                if let Some(jobs) = self.jobs.upgrade() {
+                    jobs.copies.leave(self);
+                }
+            }
+            Role::Receive { .. } => {}
+        }
+    }
+
+    /// Stops, and closes the fence; [`Event::Closed`] is told when nobody is inside.
+    pub(crate) fn close(&self) {
+        self.stop();
+        if self.fence.close() {
+            self.at_rest();
+        }
+    }
+
+    /// Events about a job come from inside its fence, so that none comes after `Closed`.
+    fn tell(&self, event: impl FnOnce(JobId) -> Event) {
+        if let Some(_pass) = self.enter()
+            && let Some(jobs) = self.jobs.upgrade()
+        {
+            (jobs.sink)(event(self.id));
+        }
+    }
+
+    fn at_rest(&self) {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        if let Some(jobs) = self.jobs.upgrade() {
+            jobs.forget(self, self.completed.load(Ordering::Acquire));
+            (jobs.sink)(Event::Closed {
+                job: self.id,
+                tally: Tally {
+                    bytes: self.bytes.load(Ordering::Relaxed),
+                    moves: self.moves.load(Ordering::Relaxed),
+                    bounced: self.bounced.load(Ordering::Relaxed),
+                    resent: self.resent.load(Ordering::Relaxed),
+                },
+            });
+        }
+    }
+}
+
+impl Drop for Pass<'_> {
+    fn drop(&mut self) {
+        if self.0.fence.leave() {
+            self.0.at_rest();
+        }
+    }
+}

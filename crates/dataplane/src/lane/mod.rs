@@ -1,0 +1,49 @@
+//! Lanes: one TCP connection each, with one thread at either end.
+
+pub(crate) mod frame;
+mod gather;
+mod link;
+pub(crate) mod receiver;
+mod scatter;
+pub(crate) mod sender;
+
+pub(crate) use link::Link;
+
+use std::io;
+
+/// Why a lane's life ended.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum LaneEnd {
+    /// It was not used for a while.
+    #[error("not used")]
+    Idle,
+    /// We were told to.
+    #[error("told to end")]
+    Told,
+    /// The other end closed it.
+    #[error("closed by the other end")]
+    Closed,
+    /// Bytes were due, and nothing moved.
+    #[error("nothing moved for {0:?}")]
+    Stalled(std::time::Duration),
+    /// The other end said what it must not.
+    #[error("the other end broke the lane's protocol: {0}")]
+    Violation(&'static str),
+    /// The socket failed.
+    #[error("{0}")]
+    Socket(io::Error),
+}
+
+impl From<io::Error> for LaneEnd {
+    fn from(error: io::Error) -> LaneEnd {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof => LaneEnd::Closed,
+            _ => LaneEnd::Socket(error),
+        }
+    }
+}
+
+/// Whether the socket just has nothing, or no room, now.
+fn would_block(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+}

@@ -1,0 +1,505 @@
+//! A lane's sending end: takes chunks from its peer's outbox, sends them, and takes acknowledgements.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvferry_handshake::Code;
+use kvferry_plan::Side;
+
+use crate::copy::fault;
+use crate::job::{Job, Pass, RankMemory, Role, Trouble};
+use crate::lane::frame::{ACK_BYTES, Ack, HEADER_BYTES, HELLO, Header, TRAILER_BYTES, Verdict, hello};
+use crate::lane::gather::{Buffers, Gather, STAGING_BYTES};
+use crate::lane::scatter::Inbox;
+use crate::lane::{LaneEnd, Link, would_block};
+use crate::line::Taken;
+use crate::memory::Span;
+use crate::peer::Peer;
+use crate::process::{EngineProcess, MAX_RANGES, Remote};
+use crate::region::Piece;
+use crate::wake::Wake;
+use crate::{Config, Token};
+
+/// Most frames that may be unacknowledged on a lane.
+const MAX_UNACKED: usize = 4096;
+/// Most chunks of one batch, and how many bytes fill one.
+const BATCH_CHUNKS: usize = 64;
+const BATCH_BYTES: u64 = 512 << 10;
+
+/// What a sending end needs to begin.
+#[derive(Debug)]
+pub(crate) struct Start {
+    pub(crate) peer: Arc<Peer>,
+    /// Which life of the peer's channel this lane belongs to.
+    pub(crate) life: u64,
+    pub(crate) epoch: u64,
+    pub(crate) address: SocketAddr,
+    pub(crate) token: Token,
+    pub(crate) wake: Arc<Wake>,
+}
+
+/// A chunk that was sent, or is being sent, and not acknowledged.
+#[derive(Debug)]
+pub(crate) struct Unacked {
+    pub(crate) taken: Taken,
+    bytes: u64,
+    moves: u64,
+    bounced: u64,
+}
+
+/// What a lane's life left.
+#[derive(Debug, Default)]
+pub(crate) struct Left {
+    /// Sent, or begun, and not acknowledged: in the order in which they were taken.
+    pub(crate) unacked: VecDeque<Unacked>,
+    /// The receiver took the token.
+    pub(crate) proven: bool,
+    /// At least one chunk landed.
+    pub(crate) carried: bool,
+}
+
+struct Sender<'l> {
+    start: &'l Start,
+    config: &'l Config,
+    link: Link,
+    acks: Inbox,
+    left: &'l mut Left,
+    /// When something last moved.
+    moved: Instant,
+}
+
+/// A sending end's life. What it leaves is put into `left` as it goes.
+pub(crate) fn run(config: &Config, start: &Start, left: &mut Left) -> LaneEnd {
+    let link = match open(config, start) {
+        Ok(link) => link,
+        Err(end) => return end,
+    };
+    left.proven = true;
+    start.peer.lane_proven();
+    let mut sender = Sender {
+        start,
+        config,
+        link,
+        acks: Inbox::new(),
+        left,
+        moved: Instant::now(),
+    };
+    match sender.serve() {
+        Ok(never) => match never {},
+        Err(end) => end,
+    }
+}
+
+/// Connects, shows the token and waits until it was taken.
+fn open(config: &Config, start: &Start) -> Result<Link, LaneEnd> {
+    let limit = Instant::now() + config.hello;
+    let left = |limit: Instant| match limit.saturating_duration_since(Instant::now()) {
+        Duration::ZERO => Err(LaneEnd::Stalled(config.hello)),
+        left => Ok(left),
+    };
+    let mut link = Link::connect(start.address)?;
+    while !link.wait(&start.wake, true, left(limit)?)?.writable {
+        if start.wake.is_ending() {
+            return Err(LaneEnd::Told);
+        }
+    }
+    link.connect_error()?;
+    link.tune()?;
+    // A fresh connection's buffer holds a hello.
+    if link.send(&hello(start.epoch, &start.token))? != crate::lane::frame::HELLO_BYTES {
+        return Err(LaneEnd::Violation("no room for a hello"));
+    }
+    if let Some(tls) = &config.tls {
+        link.start_client_tls(tls, start.address.ip())?;
+        link.flush()?;
+    }
+    let mut inbox = Inbox::new();
+    while inbox.filled().len() < HELLO.len() {
+        match link.receive(&mut inbox) {
+            Ok(_) => {}
+            Err(error) if would_block(&error) => {
+                link.wait(&start.wake, false, left(limit)?)?;
+                link.flush()?;
+            }
+            Err(error) => return Err(error.into()),
+        }
+        if start.wake.is_ending() {
+            return Err(LaneEnd::Told);
+        }
+    }
+    if inbox.filled() != HELLO {
+        return Err(LaneEnd::Violation("another answer to hello"));
+    }
+    Ok(link)
+}
+
+enum Never {}
+
+impl Sender<'_> {
+    fn serve(&mut self) -> Result<Never, LaneEnd> {
+        let mut buffers = Buffers::new();
+        let mut batch = Vec::new();
+        let mut used = Instant::now();
+        loop {
+            self.take_acks()?;
+            if self.start.wake.is_ending() {
+                return Err(LaneEnd::Told);
+            }
+            batch.clear();
+            if self.left.unacked.len() < MAX_UNACKED {
+                let outbox = &self.start.peer.outbox;
+                outbox.take(self.start.life, &self.start.wake, &mut batch, BATCH_CHUNKS, BATCH_BYTES);
+            }
+            if !batch.is_empty() {
+                self.send_batch(&batch, &mut buffers)?;
+                used = Instant::now();
+                continue;
+            }
+            let limit = if self.left.unacked.is_empty() {
+                let idle = self.config.idle.saturating_sub(used.elapsed());
+                if idle.is_zero() {
+                    // Nobody is to count on this lane from here on; what came meanwhile is for the others.
+                    return Err(LaneEnd::Idle);
+                }
+                idle
+            } else {
+                self.stall_limit()?
+            };
+            self.link.wait(&self.start.wake, false, limit)?;
+        }
+    }
+
+    /// How long nothing may move from now on.
+    fn stall_limit(&self) -> Result<Duration, LaneEnd> {
+        match self.config.stall.saturating_sub(self.moved.elapsed()) {
+            Duration::ZERO => Err(LaneEnd::Stalled(self.config.stall)),
+            limit => Ok(limit),
+        }
+    }
+
+    /// Sends the chunks of a batch, whole, whatever becomes of their jobs meanwhile.
+    fn send_batch(&mut self, batch: &[Taken], buffers: &mut Buffers) -> Result<(), LaneEnd> {
+        // All are this lane's from here on, should it break.
+        let before = self.left.unacked.len();
+        self.left.unacked.extend(batch.iter().map(|taken| Unacked {
+            taken: taken.clone(),
+            bytes: taken.view.map.chunk_bytes(taken.chunk),
+            moves: 0,
+            bounced: 0,
+        }));
+        if before == 0 {
+            self.moved = Instant::now();
+        }
+        let mut window = Gather::new(buffers, self.link.is_direct());
+        let mut unsent = batch.len();
+        for taken in batch {
+            let Role::Send { slot, memory, .. } = &taken.job.role else {
+                continue;
+            };
+            let mut frame = Frame::begin(self, &mut window, taken, *slot)?;
+            frame.pages(self, &mut window, taken, memory)?;
+            let counted = frame.end(self, &mut window)?;
+            // Acknowledgements come in the order of frames, so those of this batch are the last ones.
+            let at = self.left.unacked.len() - unsent;
+            self.left.unacked[at].moves = counted.0;
+            self.left.unacked[at].bounced = counted.1;
+            unsent -= 1;
+        }
+        self.drain(&mut window)
+    }
+
+    /// Sends the whole window, and takes acknowledgements while it waits for room.
+    fn drain(&mut self, window: &mut Gather<'_>) -> Result<(), LaneEnd> {
+        while !window.is_empty() {
+            match self.link.send_window(window) {
+                Ok(_) => self.moved = Instant::now(),
+                Err(error) if would_block(&error) => self.wait_for_room()?,
+                Err(error) => return Err(error.into()),
+            }
+        }
+        while self.link.is_unsent() {
+            self.link.flush()?;
+            if self.link.is_unsent() {
+                self.wait_for_room()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn wait_for_room(&mut self) -> Result<(), LaneEnd> {
+        let waited = self.link.wait(&self.start.wake, true, self.stall_limit()?)?;
+        if self.start.wake.is_ending() {
+            return Err(LaneEnd::Told);
+        }
+        if waited.readable {
+            self.take_acks()?;
+        }
+        Ok(())
+    }
+
+    /// Takes the acknowledgements that are there.
+    fn take_acks(&mut self) -> Result<(), LaneEnd> {
+        loop {
+            match self.link.receive(&mut self.acks) {
+                Ok(_) => {}
+                Err(error) if would_block(&error) => return Ok(()),
+                Err(error) => return Err(error.into()),
+            }
+            self.moved = Instant::now();
+            while let Some(bytes) = self.acks.filled().first_chunk::<ACK_BYTES>() {
+                let ack = Ack::decode(bytes).ok_or(LaneEnd::Violation("a damaged acknowledgement"))?;
+                self.acks.consume(ACK_BYTES);
+                self.take_ack(&ack)?;
+            }
+        }
+    }
+
+    fn take_ack(&mut self, ack: &Ack) -> Result<(), LaneEnd> {
+        let unacked = self.left.unacked.pop_front();
+        let unacked = unacked.ok_or(LaneEnd::Violation("an acknowledgement of nothing"))?;
+        let Taken { job, chunk, .. } = &unacked.taken;
+        let named = match &job.role {
+            Role::Send { slot, .. } => *slot == ack.slot && *chunk == ack.chunk,
+            _ => false,
+        };
+        if !named {
+            // It may be acknowledged yet, as far as we know.
+            self.left.unacked.push_front(unacked);
+            return Err(LaneEnd::Violation("an acknowledgement of another chunk"));
+        }
+        match ack.verdict {
+            Verdict::Landed => {
+                self.left.carried = true;
+                self.start.peer.traffic.sent(unacked.bytes);
+                job.moved(unacked.bytes, unacked.moves, unacked.bounced);
+                let complete = job.source().is_some_and(|mut source| source.done());
+                if complete {
+                    job.complete();
+                }
+            }
+            // The receiver's broker tells ours why.
+            Verdict::Unknown | Verdict::Failed => job.stop(),
+            // Only for a job that was closed or failed here.
+            Verdict::Void => {}
+            Verdict::Differs => job.fail(Trouble {
+                code: Code::VerdictsDiffer,
+                message: format!("chunk {chunk} is another one by the receiver's plan; run the same release on both nodes"),
+            }),
+            Verdict::Damaged => self.start.peer.damaged(&unacked.taken),
+        }
+        Ok(())
+    }
+}
+
+/// A frame that is being put together.
+struct Frame<'b> {
+    number: u32,
+    job: &'b Job,
+    /// Payload bytes that are not in the window yet.
+    left: u64,
+    checksum: Option<u32>,
+    pass: Option<Pass<'b>>,
+    moves: u64,
+    bounced: u64,
+    remote: Vec<Remote>,
+}
+
+impl<'b> Frame<'b> {
+    fn begin(
+        lane: &mut Sender<'_>,
+        window: &mut Gather<'b>,
+        taken: &'b Taken,
+        slot: u64,
+    ) -> Result<Frame<'b>, LaneEnd> {
+        let map = &taken.view.map;
+        let bytes = map.chunk_bytes(taken.chunk);
+        let header = Header {
+            slot,
+            chunk: taken.chunk,
+            end: map.end(),
+            bytes,
+            checksum: lane.config.checksum,
+        }
+        .encode();
+        if window.room() < HEADER_BYTES {
+            lane.drain(window)?;
+        }
+        let number = window.begin(&taken.job);
+        window.put(&header);
+        Ok(Frame {
+            number,
+            job: &taken.job,
+            left: bytes,
+            checksum: lane.config.checksum.then(|| crc32c::crc32c(&header)),
+            pass: None,
+            moves: 0,
+            bounced: 0,
+            remote: Vec::new(),
+        })
+    }
+
+    /// Puts the chunk's pages into the window, sending it whenever it is full. When the job is closed or fails meanwhile,
+    /// the frame becomes void.
+    fn pages(
+        &mut self,
+        lane: &mut Sender<'_>,
+        window: &mut Gather<'b>,
+        taken: &'b Taken,
+        memory: &'b RankMemory,
+    ) -> Result<(), LaneEnd> {
+        let view = &taken.view;
+        let mut process: Option<&'b EngineProcess> = None;
+        for extent in view.map.extents(taken.chunk, Side::Prefill, &view.pages) {
+            if extent.len > self.left {
+                self.fail(window, Trouble {
+                    code: Code::Internal,
+                    message: format!("chunk {} has more bytes than its plan says", taken.chunk),
+                });
+            }
+            if window.is_void(self.number) {
+                break;
+            }
+            self.moves += 1;
+            match memory.extent(&extent) {
+                Err(trouble) => self.fail(window, trouble),
+                Ok(Piece::Mapped(span)) => {
+                    self.remote_pages(lane, window, process)?;
+                    self.span(lane, window, span)?;
+                }
+                Ok(Piece::Process(of, remote)) => {
+                    if process.is_some_and(|process| !std::ptr::eq(process, &raw const **of)) {
+                        self.remote_pages(lane, window, process)?;
+                    }
+                    process = Some(of);
+                    self.remote.push(remote);
+                    let queued: usize = self.remote.iter().map(|range| range.len).sum();
+                    if self.remote.len() >= MAX_RANGES || queued >= STAGING_BYTES {
+                        self.remote_pages(lane, window, process)?;
+                    }
+                }
+            }
+        }
+        self.remote_pages(lane, window, process)?;
+        self.pass = None;
+        if self.left > 0 && !window.is_void(self.number) {
+            self.fail(window, Trouble {
+                code: Code::Internal,
+                message: format!("chunk {} has fewer bytes than its plan says", taken.chunk),
+            });
+        }
+        Ok(())
+    }
+
+    fn fail(&mut self, window: &mut Gather<'b>, trouble: Trouble) {
+        self.pass = None;
+        self.job.fail(trouble);
+        window.make_void(self.number);
+    }
+
+    /// Whether the fence is entered; if the job is closed, the frame becomes void.
+    fn inside(&mut self, window: &mut Gather<'b>) -> bool {
+        if self.pass.is_none() {
+            self.pass = self.job.enter();
+        }
+        if self.pass.is_none() {
+            window.make_void(self.number);
+        }
+        self.pass.is_some()
+    }
+
+    fn span(&mut self, lane: &mut Sender<'_>, window: &mut Gather<'b>, mut span: Span<'b>) -> Result<(), LaneEnd> {
+        while span.len() > 0 && self.inside(window) {
+            let Some(pass) = &self.pass else { break };
+            let taken = window.take(self.number, span, pass, self.checksum.as_mut());
+            if taken == 0 {
+                self.pass = None;
+                lane.drain(window)?;
+            }
+            span = span.split(taken).1;
+            self.left -= u64::try_from(taken).unwrap_or(0);
+        }
+        Ok(())
+    }
+
+    /// Reads queued ranges of a process into the window's staging buffer.
+    fn remote_pages(
+        &mut self,
+        lane: &mut Sender<'_>,
+        window: &mut Gather<'b>,
+        process: Option<&'b EngineProcess>,
+    ) -> Result<(), LaneEnd> {
+        let (Some(process), false) = (process, self.remote.is_empty()) else {
+            return Ok(());
+        };
+        let mut ranges = std::mem::take(&mut self.remote);
+        let mut rest = ranges.as_mut_slice();
+        while !rest.is_empty() && self.inside(window) {
+            let (count, bytes) = fitting(rest, window.room());
+            if bytes == 0 {
+                self.pass = None;
+                lane.drain(window)?;
+                continue;
+            }
+            // The last range may fit in part.
+            let last = rest[count - 1];
+            let before: usize = rest[..count - 1].iter().map(|range| range.len).sum();
+            let (part, remainder) = last.split(bytes - before);
+            rest[count - 1] = part;
+            match window.put_with(bytes, |staging| process.read(&rest[..count], staging)) {
+                Ok(staged) => {
+                    if let Some(crc) = &mut self.checksum {
+                        *crc = crc32c::crc32c_append(*crc, staged);
+                    }
+                }
+                Err(error) => {
+                    self.fail(window, fault(process, &error));
+                    break;
+                }
+            }
+            let bytes = u64::try_from(bytes).unwrap_or(0);
+            self.left -= bytes;
+            self.bounced += bytes;
+            if remainder.len > 0 {
+                rest[count - 1] = remainder;
+                rest = &mut rest[count - 1..];
+            } else {
+                rest = &mut rest[count..];
+            }
+        }
+        ranges.clear();
+        self.remote = ranges;
+        Ok(())
+    }
+
+    /// Fills what a void frame lacks with zeros, and puts the trailer. Gives moves and bounced bytes.
+    fn end(mut self, lane: &mut Sender<'_>, window: &mut Gather<'b>) -> Result<(u64, u64), LaneEnd> {
+        while self.left > 0 {
+            let taken = window.take_zeros(self.left);
+            if taken == 0 {
+                lane.drain(window)?;
+            }
+            self.left -= u64::try_from(taken).unwrap_or(0);
+        }
+        if window.room() < TRAILER_BYTES {
+            lane.drain(window)?;
+        }
+        window.end(self.number, self.checksum.unwrap_or(0));
+        Ok((self.moves, self.bounced))
+    }
+}
+
+/// How many ranges from the front, and how many bytes of them, fit into so much room.
+fn fitting(ranges: &[Remote], room: usize) -> (usize, usize) {
+    let mut bytes = 0;
+    let mut count = 0;
+    for range in ranges.iter().take(MAX_RANGES) {
+        if bytes >= room {
+            break;
+        }
+        bytes = room.min(bytes + range.len);
+        count += 1;
+    }
+    (count, bytes)
+}

@@ -1,0 +1,189 @@
+//! A peer: what is to be sent to it, its lanes as far as they are known here, and its traffic.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use kvferry_handshake::Code;
+
+use crate::job::{Job, Trouble};
+use crate::lanes::Lanes;
+use crate::line::{Line, Taken};
+use crate::wake::Wake;
+
+/// A send fails when so many of its chunks came damaged.
+const MAX_DAMAGED: u32 = 3;
+
+/// A peer daemon.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub(crate) name: Arc<str>,
+    pub(crate) outbox: Outbox,
+    pub(crate) traffic: Traffic,
+    lanes: Mutex<Lanes>,
+}
+
+/// The jobs with chunks to send to a peer, and the lanes that wait for some.
+#[derive(Debug, Default)]
+pub(crate) struct Outbox {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    line: Line,
+    idle: Vec<Arc<Wake>>,
+    /// Lanes of an earlier life of the channel get nothing any more.
+    life: u64,
+}
+
+/// Counters of a peer.
+#[derive(Debug, Default)]
+pub(crate) struct Traffic {
+    sent: AtomicU64,
+    received: AtomicU64,
+    resent: AtomicU64,
+    lost: AtomicU64,
+}
+
+impl Peer {
+    pub(crate) fn new(name: &str) -> Peer {
+        Peer {
+            name: Arc::from(name),
+            outbox: Outbox::default(),
+            traffic: Traffic::default(),
+            lanes: Mutex::default(),
+        }
+    }
+
+    pub(crate) fn lanes(&self) -> MutexGuard<'_, Lanes> {
+        self.lanes.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// The peer's data port took a token: it can be reached.
+    pub(crate) fn lane_proven(&self) {
+        self.lanes().failing = None;
+    }
+
+    /// A chunk has to be taken again. Whoever calls wakes lanes then.
+    pub(crate) fn put_back(&self, taken: &Taken) {
+        taken.job.sent_in_vain();
+        self.traffic.resent.fetch_add(1, Ordering::Relaxed);
+        let join = taken.job.source().is_some_and(|mut source| source.put_back(taken.chunk));
+        if join {
+            self.outbox.join(&taken.job);
+        }
+    }
+
+    /// The receiver found another checksum than a chunk was sent with.
+    pub(crate) fn damaged(&self, taken: &Taken) {
+        if taken.job.came_damaged() < MAX_DAMAGED {
+            self.put_back(taken);
+            self.outbox.kick();
+        } else {
+            taken.job.fail(Trouble {
+                code: Code::Checksum,
+                message: format!(
+                    "{MAX_DAMAGED} chunks came damaged at {}, the last one chunk {}; look for faulty hardware, and for pages \
+                     published before they were finished",
+                    self.name, taken.chunk
+                ),
+            });
+        }
+    }
+}
+
+impl Outbox {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Puts a job into the line.
+    pub(crate) fn join(&self, job: &Arc<Job>) {
+        self.state().line.join(job);
+    }
+
+    /// Removes a job that was stopped.
+    pub(crate) fn leave(&self, job: &Job) {
+        self.state().line.leave(job);
+    }
+
+    /// Wakes a lane that waits, if there is something to take.
+    pub(crate) fn kick(&self) {
+        let mut state = self.state();
+        if state.line.waiting(1) > 0
+            && let Some(wake) = state.idle.pop()
+        {
+            wake.wake();
+        }
+    }
+
+    /// Takes chunks for a lane: one, or several small ones. If there are none, the lane is woken when there are.
+    pub(crate) fn take(
+        &self,
+        life: u64,
+        wake: &Arc<Wake>,
+        batch: &mut Vec<Taken>,
+        most: usize,
+        bytes: u64,
+    ) {
+        let mut state = self.state();
+        state.idle.retain(|idle| !Arc::ptr_eq(idle, wake));
+        if state.life != life {
+            return;
+        }
+        let mut sum = 0;
+        while batch.len() < most && sum < bytes {
+            let Some(taken) = state.line.take() else { break };
+            sum += taken.view.map.chunk_bytes(taken.chunk);
+            batch.push(taken);
+        }
+        if batch.is_empty() {
+            state.idle.push(Arc::clone(wake));
+        } else if state.line.waiting(1) > 0
+            && let Some(idle) = state.idle.pop()
+        {
+            // One wakes the next, so that nobody has to know how many are needed.
+            idle.wake();
+        }
+    }
+
+    /// A lane ended: it takes nothing any more.
+    pub(crate) fn lane_ended(&self, wake: &Arc<Wake>) {
+        self.state().idle.retain(|idle| !Arc::ptr_eq(idle, wake));
+    }
+
+    /// A new life of the channel.
+    pub(crate) fn begin_life(&self, life: u64) {
+        self.state().life = life;
+    }
+
+    /// Chunks that wait, counted up to `enough`.
+    pub(crate) fn waiting(&self, enough: usize) -> usize {
+        self.state().line.waiting(enough)
+    }
+
+    /// The jobs that wait.
+    pub(crate) fn jobs(&self) -> Vec<Arc<Job>> {
+        self.state().line.jobs().cloned().collect()
+    }
+}
+
+impl Traffic {
+    pub(crate) fn sent(&self, bytes: u64) {
+        self.sent.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn received(&self, bytes: u64) {
+        self.received.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn lost(&self) {
+        self.lost.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Bytes sent, bytes received, chunks sent again, lanes lost.
+    pub(crate) fn totals(&self) -> (u64, u64, u64, u64) {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (get(&self.sent), get(&self.received), get(&self.resent), get(&self.lost))
+    }
+}
