@@ -44,7 +44,11 @@ impl Copies {
 
     /// Removes a job that was stopped.
     pub(crate) fn leave(&self, job: &Job) {
-        self.state.lock().unwrap_or_else(|e| e.into_inner()).line.leave(job);
+        self.state
+            .lock()
+            .unwrap_or_else(|e| e.into_inner())
+            .line
+            .leave(job);
     }
 
     /// Ends all workers.
@@ -213,7 +217,11 @@ impl<'c> Carrier<'c> {
         if self.pass.is_none() {
             self.pass = self.job.enter();
         }
-        if self.pass.is_some() { Ok(()) } else { Err(Halt::Closed) }
+        if self.pass.is_some() {
+            Ok(())
+        } else {
+            Err(Halt::Closed)
+        }
     }
 
     fn copy(&mut self, mut source: Span<'c>, mut target: Span<'c>) -> Result<(), Halt> {

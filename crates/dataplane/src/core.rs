@@ -71,12 +71,19 @@ impl Core {
             return Arc::clone(peer);
         }
         let mut peers = self.peers.write().unwrap_or_else(|e| e.into_inner());
-        let peer = peers.entry(Arc::from(name)).or_insert_with(|| Arc::new(Peer::new(name)));
+        let peer = peers
+            .entry(Arc::from(name))
+            .or_insert_with(|| Arc::new(Peer::new(name)));
         Arc::clone(peer)
     }
 
     pub(crate) fn peers(&self) -> Vec<Arc<Peer>> {
-        self.peers.read().unwrap_or_else(|e| e.into_inner()).values().cloned().collect()
+        self.peers
+            .read()
+            .unwrap_or_else(|e| e.into_inner())
+            .values()
+            .cloned()
+            .collect()
     }
 
     /// Tells the peer's data plane.
@@ -93,7 +100,9 @@ impl Core {
     pub(crate) fn work(&self, peer: &Peer) {
         peer.outbox.kick();
         let demand = peer.outbox.waiting(self.config.lanes_per_peer);
-        let messages = peer.lanes().open(Instant::now(), &self.config, demand, || self.fresh());
+        let messages = peer
+            .lanes()
+            .open(Instant::now(), &self.config, demand, || self.fresh());
         if !messages.is_empty() {
             self.tell(peer, messages);
             self.bell.ring();
@@ -120,7 +129,8 @@ impl Core {
         let due = match message {
             LaneMessage::Want { lane, ask } => {
                 let port = self.address.port();
-                peer.lanes().wanted(now, &self.config, lane, ask, port, || self.fresh_token())
+                peer.lanes()
+                    .wanted(now, &self.config, lane, ask, port, || self.fresh_token())
             }
             LaneMessage::Grant {
                 lane,
@@ -167,7 +177,13 @@ impl Core {
         });
         if let Err(error) = spawned {
             tracing::warn!(peer = %peer.name, %error, "no thread for a lane");
-            self.sender_ended(peer, lane, epoch, &LaneEnd::Socket(error), sender::Left::default());
+            self.sender_ended(
+                peer,
+                lane,
+                epoch,
+                &LaneEnd::Socket(error),
+                sender::Left::default(),
+            );
         }
     }
 
@@ -215,10 +231,11 @@ impl Core {
             }
         };
         let now = Instant::now();
-        let found = self
-            .peers()
-            .into_iter()
-            .find_map(|peer| peer.lanes().proven(now, epoch, token, &wake).map(|lane| (Arc::clone(&peer), lane)));
+        let found = self.peers().into_iter().find_map(|peer| {
+            peer.lanes()
+                .proven(now, epoch, token, &wake)
+                .map(|lane| (Arc::clone(&peer), lane))
+        });
         let Some((peer, lane)) = found else {
             tracing::debug!("a connection to the data port showed no token that is good");
             return;
@@ -252,8 +269,9 @@ impl Core {
     fn receiver_ended(&self, peer: &Peer, lane: u16, epoch: u64) {
         let port = self.address.port();
         let now = Instant::now();
-        let due =
-            peer.lanes().receiver_ended(now, &self.config, lane, epoch, port, || self.fresh_token());
+        let due = peer
+            .lanes()
+            .receiver_ended(now, &self.config, lane, epoch, port, || self.fresh_token());
         self.follow(peer, due);
     }
 }

@@ -50,7 +50,10 @@ mod tests {
         assert!(fence.enter());
         assert!(!fence.close());
         assert!(!fence.enter(), "entered a closed fence");
-        assert!(!fence.leave(), "the newcomer that was turned away is not the last");
+        assert!(
+            !fence.leave(),
+            "the newcomer that was turned away is not the last"
+        );
         assert!(!fence.leave());
         assert!(fence.leave());
         assert!(fence.is_closed());

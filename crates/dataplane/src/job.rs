@@ -1,6 +1,6 @@
 //! A job: its memory, its fence, and what is told about it.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Instant;
 
@@ -18,6 +18,10 @@ use crate::{Event, JobId, Tally};
 /// Progress is told at most so often per job.
 const PROGRESS_MS: u64 = 100;
 
+const OPEN: u8 = 0;
+const COMPLETE: u8 = 1;
+const FAILED: u8 = 2;
+
 /// Something that the data plane was asked to move.
 #[derive(Debug)]
 pub(crate) struct Job {
@@ -25,9 +29,8 @@ pub(crate) struct Job {
     pub(crate) role: Role,
     jobs: Weak<Jobs>,
     fence: Fence,
-    /// Complete or failed, and told so.
-    ended: AtomicBool,
-    completed: AtomicBool,
+    /// [`OPEN`], [`COMPLETE`] or [`FAILED`].
+    outcome: AtomicU8,
     closed: AtomicBool,
     started: Instant,
     /// When progress is told next, in milliseconds since `started`.
@@ -60,9 +63,9 @@ pub(crate) enum Role {
     },
 }
 
-/// The regions of one rank.
-#[derive(Debug)]
-pub(crate) struct RankMemory(pub(crate) Box<[(u16, Arc<Region>)]>);
+/// The regions of one rank, by number.
+#[derive(Debug, Default)]
+pub(crate) struct RankMemory(Vec<Option<Arc<Region>>>);
 
 /// Why a chunk cannot be moved.
 #[derive(Debug)]
@@ -76,18 +79,35 @@ pub(crate) struct Trouble {
 pub(crate) struct Pass<'j>(&'j Job);
 
 impl RankMemory {
+    pub(crate) fn new(regions: impl IntoIterator<Item = (u16, Arc<Region>)>) -> RankMemory {
+        let mut memory = RankMemory::default();
+        for (number, region) in regions {
+            let at = usize::from(number);
+            if memory.0.len() <= at {
+                memory.0.resize(at + 1, None);
+            }
+            memory.0[at] = Some(region);
+        }
+        memory
+    }
+
     /// The memory of an extent.
     pub(crate) fn piece(&self, region: u16, offset: u64, len: u64) -> Result<Piece<'_>, Trouble> {
         let outside = |what: &str| Trouble {
             code: Code::RegionOutOfBounds,
-            message: format!("region {region}: bytes {offset} to {} {what}", offset.saturating_add(len)),
+            message: format!(
+                "region {region}: bytes {offset} to {} {what}",
+                offset.saturating_add(len)
+            ),
         };
-        let (_, found) = self
+        let found = self
             .0
-            .iter()
-            .find(|(number, _)| *number == region)
+            .get(usize::from(region))
+            .and_then(Option::as_ref)
             .ok_or_else(|| outside("are planned, and the region is not registered"))?;
-        found.piece(offset, len).ok_or_else(|| outside("are planned, and the region ends before"))
+        found
+            .piece(offset, len)
+            .ok_or_else(|| outside("are planned, and the region ends before"))
     }
 
     pub(crate) fn extent(&self, extent: &Extent) -> Result<Piece<'_>, Trouble> {
@@ -102,8 +122,7 @@ impl Job {
             role,
             jobs,
             fence: Fence::default(),
-            ended: AtomicBool::new(false),
-            completed: AtomicBool::new(false),
+            outcome: AtomicU8::new(OPEN),
             closed: AtomicBool::new(false),
             started: Instant::now(),
             next_progress: AtomicU64::new(0),
@@ -149,7 +168,10 @@ impl Job {
     pub(crate) fn moved(&self, bytes: u64, moves: u64, bounced: u64) {
         self.moves.fetch_add(moves, Ordering::Relaxed);
         self.bounced.fetch_add(bounced, Ordering::Relaxed);
-        let bytes = self.bytes.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        let bytes = self
+            .bytes
+            .fetch_add(bytes, Ordering::Relaxed)
+            .saturating_add(bytes);
         let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
         let due = self.next_progress.load(Ordering::Relaxed);
         let next = now.saturating_add(PROGRESS_MS);
@@ -175,15 +197,14 @@ impl Job {
 
     /// Every chunk is done. Told once.
     pub(crate) fn complete(&self) {
-        if !self.ended.swap(true, Ordering::AcqRel) {
-            self.completed.store(true, Ordering::Release);
+        if self.becomes(COMPLETE) {
             self.tell(|job| Event::Complete { job });
         }
     }
 
     /// The job cannot go on. Told once, and not after it completed.
     pub(crate) fn fail(&self, trouble: Trouble) {
-        if !self.ended.swap(true, Ordering::AcqRel) {
+        if self.becomes(FAILED) {
             self.tell(|job| Event::Failed {
                 job,
                 code: trouble.code,
@@ -193,9 +214,16 @@ impl Job {
         self.stop();
     }
 
-    /// Whether it failed or completed.
-    pub(crate) fn has_ended(&self) -> bool {
-        self.ended.load(Ordering::Acquire)
+    pub(crate) fn has_failed(&self) -> bool {
+        self.outcome.load(Ordering::Acquire) == FAILED
+    }
+
+    /// The first outcome is the only one.
+    fn becomes(&self, outcome: u8) -> bool {
+        let changed = self
+            .outcome
+            .compare_exchange(OPEN, outcome, Ordering::AcqRel, Ordering::Acquire);
+        changed.is_ok()
     }
 
     /// No chunk is taken from it any more.
@@ -237,7 +265,7 @@ impl Job {
             return;
         }
         if let Some(jobs) = self.jobs.upgrade() {
-            jobs.forget(self, self.completed.load(Ordering::Acquire));
+            jobs.forget(self, self.outcome.load(Ordering::Acquire) == COMPLETE);
             (jobs.sink)(Event::Closed {
                 job: self.id,
                 tally: Tally {

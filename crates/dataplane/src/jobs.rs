@@ -57,12 +57,20 @@ impl Jobs {
     }
 
     pub(crate) fn get(&self, id: JobId) -> Option<Arc<Job>> {
-        self.table.read().unwrap_or_else(|e| e.into_inner()).get(&id).cloned()
+        self.table
+            .read()
+            .unwrap_or_else(|e| e.into_inner())
+            .get(&id)
+            .cloned()
     }
 
     /// A closed job is at rest.
     pub(crate) fn forget(&self, job: &Job, completed: bool) {
-        let removed = self.table.write().unwrap_or_else(|e| e.into_inner()).remove(&job.id);
+        let removed = self
+            .table
+            .write()
+            .unwrap_or_else(|e| e.into_inner())
+            .remove(&job.id);
         drop(removed);
         if completed && let Role::Receive { peer, .. } = &job.role {
             let mut completed = self.completed.lock().unwrap_or_else(|e| e.into_inner());
@@ -98,6 +106,8 @@ impl Jobs {
 
 impl fmt::Debug for Jobs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Jobs").field("open", &self.count()).finish_non_exhaustive()
+        f.debug_struct("Jobs")
+            .field("open", &self.count())
+            .finish_non_exhaustive()
     }
 }

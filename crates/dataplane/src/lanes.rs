@@ -43,10 +43,25 @@ struct Outgoing {
 
 #[derive(Debug)]
 enum OutgoingState {
-    Closed { not_before: Option<Instant> },
-    Asking { ask: u64, again: Instant, pause: u32 },
-    Open { epoch: u64, wake: Arc<Wake>, gone: bool },
-    Lost { epoch: u64, in_doubt: Vec<Taken>, again: Instant, pause: u32 },
+    Closed {
+        not_before: Option<Instant>,
+    },
+    Asking {
+        ask: u64,
+        again: Instant,
+        pause: u32,
+    },
+    Open {
+        epoch: u64,
+        wake: Arc<Wake>,
+        gone: bool,
+    },
+    Lost {
+        epoch: u64,
+        in_doubt: Vec<Taken>,
+        again: Instant,
+        pause: u32,
+    },
 }
 
 #[derive(Debug)]
@@ -58,10 +73,20 @@ struct Incoming {
 
 #[derive(Debug)]
 enum IncomingState {
-    Closed { answered: bool },
-    Granted { epoch: u64, token: Token, until: Instant },
+    Closed {
+        answered: bool,
+    },
+    Granted {
+        epoch: u64,
+        token: Token,
+        until: Instant,
+    },
     /// `again`: a new question came meanwhile, to be answered once this end is gone.
-    Open { epoch: u64, wake: Arc<Wake>, again: bool },
+    Open {
+        epoch: u64,
+        wake: Arc<Wake>,
+        again: bool,
+    },
 }
 
 /// A lane to open.
@@ -152,7 +177,10 @@ impl Lanes {
             });
         }
         let live = |lane: &Outgoing| {
-            matches!(lane.state, OutgoingState::Asking { .. } | OutgoingState::Open { .. })
+            matches!(
+                lane.state,
+                OutgoingState::Asking { .. } | OutgoingState::Open { .. }
+            )
         };
         let mut short = demand.saturating_sub(self.outgoing.iter().filter(|lane| live(lane)).count());
         let mut messages = Vec::new();
@@ -210,7 +238,11 @@ impl Lanes {
             return Due::default();
         }
         let pause = outgoing.backoff;
-        outgoing.backoff = if end.carried { FIRST_BACKOFF } else { (pause * 2).min(LAST_BACKOFF) };
+        outgoing.backoff = if end.carried {
+            FIRST_BACKOFF
+        } else {
+            (pause * 2).min(LAST_BACKOFF)
+        };
         if gone || end.unacked.is_empty() {
             outgoing.state = OutgoingState::Closed {
                 not_before: Some(now + pause),
@@ -321,7 +353,9 @@ impl Lanes {
         };
         match &incoming.state {
             // Its thread says so when it is gone.
-            IncomingState::Open { epoch: open, wake, .. } if *open == epoch => {
+            IncomingState::Open {
+                epoch: open, wake, ..
+            } if *open == epoch => {
                 wake.end();
                 Due::default()
             }
@@ -334,7 +368,13 @@ impl Lanes {
     }
 
     /// A connection showed a token: if it was granted, its lane opens, and the token is used up.
-    pub(crate) fn proven(&mut self, now: Instant, epoch: u64, token: &Token, wake: &Arc<Wake>) -> Option<u16> {
+    pub(crate) fn proven(
+        &mut self,
+        now: Instant,
+        epoch: u64,
+        token: &Token,
+        wake: &Arc<Wake>,
+    ) -> Option<u16> {
         for (lane, incoming) in &mut self.incoming {
             match &incoming.state {
                 IncomingState::Granted {
@@ -371,12 +411,15 @@ impl Lanes {
         let up = self.host.is_some();
         let mut due = Due::tell(LaneMessage::Gone { lane, epoch });
         if let Some(incoming) = self.incoming.get_mut(&lane)
-            && let IncomingState::Open { epoch: open, again, .. } = incoming.state
+            && let IncomingState::Open {
+                epoch: open, again, ..
+            } = incoming.state
             && open == epoch
         {
             incoming.state = IncomingState::Closed { answered: !again };
             if again && up {
-                due.messages.extend(incoming.grant(now, config, lane, port, fresh));
+                due.messages
+                    .extend(incoming.grant(now, config, lane, port, fresh));
             }
         }
         if !up {
@@ -439,9 +482,16 @@ impl Lanes {
         let out = self.outgoing.iter();
         let incoming = self.incoming.values();
         [
-            out.clone().filter(|lane| matches!(lane.state, OutgoingState::Open { .. })).count(),
-            incoming.clone().filter(|lane| matches!(lane.state, IncomingState::Open { .. })).count(),
-            incoming.filter(|lane| matches!(lane.state, IncomingState::Granted { .. })).count(),
+            out.clone()
+                .filter(|lane| matches!(lane.state, OutgoingState::Open { .. }))
+                .count(),
+            incoming
+                .clone()
+                .filter(|lane| matches!(lane.state, IncomingState::Open { .. }))
+                .count(),
+            incoming
+                .filter(|lane| matches!(lane.state, IncomingState::Granted { .. }))
+                .count(),
             out.map(|lane| match &lane.state {
                 OutgoingState::Lost { in_doubt, .. } => in_doubt.len(),
                 _ => 0,
@@ -478,6 +528,9 @@ impl Incoming {
 
 /// Whether two tokens are equal, in a time that does not tell where they differ.
 fn same(a: &Token, b: &Token) -> bool {
-    let differing = a.0.iter().zip(&b.0).fold(0, |differing, (a, b)| black_box(differing | (a ^ b)));
+    let differing =
+        a.0.iter()
+            .zip(&b.0)
+            .fold(0, |differing, (a, b)| black_box(differing | (a ^ b)));
     black_box(differing) == 0
 }

@@ -42,7 +42,11 @@ enum Said {
 /// Binds the data port. Gives the socket and its address.
 pub(crate) fn bind(address: SocketAddr) -> Result<(OwnedFd, SocketAddr), StartError> {
     let bound = || -> Result<(OwnedFd, SocketAddr), Errno> {
-        let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let family = if address.is_ipv4() {
+            AddressFamily::INET
+        } else {
+            AddressFamily::INET6
+        };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
         rustix::net::sockopt::set_socket_reuseaddr(&socket, true)?;
@@ -63,7 +67,10 @@ pub(crate) fn run(core: &Arc<Core>, socket: &OwnedFd) {
     let mut rest_until: Option<Instant> = None;
     loop {
         let now = Instant::now();
-        while unproven.front().is_some_and(|first| now >= first.since + core.config.hello) {
+        while unproven
+            .front()
+            .is_some_and(|first| now >= first.since + core.config.hello)
+        {
             unproven.pop_front();
         }
         rest_until = rest_until.filter(|until| *until > now);
@@ -71,7 +78,11 @@ pub(crate) fn run(core: &Arc<Core>, socket: &OwnedFd) {
             unproven.front().map(|first| first.since + core.config.hello),
             rest_until,
         ];
-        let limit = next.into_iter().flatten().min().map(|at| at.saturating_duration_since(now));
+        let limit = next
+            .into_iter()
+            .flatten()
+            .min()
+            .map(|at| at.saturating_duration_since(now));
         let ready = match wait(core, socket, rest_until.is_some(), &unproven, limit) {
             Ok(ready) => ready,
             Err(error) => {
@@ -104,7 +115,8 @@ pub(crate) fn run(core: &Arc<Core>, socket: &OwnedFd) {
                 Some(Instant::now() + REST)
             });
         }
-        core.unproven.store(u64::try_from(unproven.len()).unwrap_or(0), Ordering::Relaxed);
+        core.unproven
+            .store(u64::try_from(unproven.len()).unwrap_or(0), Ordering::Relaxed);
     }
 }
 
@@ -123,13 +135,23 @@ fn wait(
 ) -> std::io::Result<Ready> {
     let listener = core.listener.as_fd();
     let mut fds = vec![PollFd::from_borrowed_fd(listener, PollFlags::IN)];
-    let accepting = if resting { PollFlags::empty() } else { PollFlags::IN };
+    let accepting = if resting {
+        PollFlags::empty()
+    } else {
+        PollFlags::IN
+    };
     fds.push(PollFd::new(socket, accepting));
-    fds.extend(unproven.iter().map(|connection| PollFd::new(&connection.socket, PollFlags::IN)));
+    fds.extend(
+        unproven
+            .iter()
+            .map(|connection| PollFd::new(&connection.socket, PollFlags::IN)),
+    );
     poll_for(&mut fds, limit)?;
     Ok(Ready {
         listener: !resting && !fds[1].revents().is_empty(),
-        connections: (0..unproven.len()).filter(|at| !fds[at + 2].revents().is_empty()).collect(),
+        connections: (0..unproven.len())
+            .filter(|at| !fds[at + 2].revents().is_empty())
+            .collect(),
     })
 }
 

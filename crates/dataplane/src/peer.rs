@@ -68,7 +68,10 @@ impl Peer {
     pub(crate) fn put_back(&self, taken: &Taken) {
         taken.job.sent_in_vain();
         self.traffic.resent.fetch_add(1, Ordering::Relaxed);
-        let join = taken.job.source().is_some_and(|mut source| source.put_back(taken.chunk));
+        let join = taken
+            .job
+            .source()
+            .is_some_and(|mut source| source.put_back(taken.chunk));
         if join {
             self.outbox.join(&taken.job);
         }
@@ -118,14 +121,7 @@ impl Outbox {
     }
 
     /// Takes chunks for a lane: one, or several small ones. If there are none, the lane is woken when there are.
-    pub(crate) fn take(
-        &self,
-        life: u64,
-        wake: &Arc<Wake>,
-        batch: &mut Vec<Taken>,
-        most: usize,
-        bytes: u64,
-    ) {
+    pub(crate) fn take(&self, life: u64, wake: &Arc<Wake>, batch: &mut Vec<Taken>, most: usize, bytes: u64) {
         let mut state = self.state();
         state.idle.retain(|idle| !Arc::ptr_eq(idle, wake));
         if state.life != life {
@@ -184,6 +180,11 @@ impl Traffic {
     /// Bytes sent, bytes received, chunks sent again, lanes lost.
     pub(crate) fn totals(&self) -> (u64, u64, u64, u64) {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        (get(&self.sent), get(&self.received), get(&self.resent), get(&self.lost))
+        (
+            get(&self.sent),
+            get(&self.received),
+            get(&self.resent),
+            get(&self.lost),
+        )
     }
 }

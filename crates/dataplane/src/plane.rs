@@ -59,7 +59,7 @@ fn memory(core: &Core, regions: &[(u16, RegionKey)]) -> Result<RankMemory, Troub
         })?;
         Ok((*number, region))
     });
-    Ok(RankMemory(found.collect::<Result<_, Trouble>>()?))
+    Ok(RankMemory::new(found.collect::<Result<Vec<_>, Trouble>>()?))
 }
 
 impl DataPlane {
@@ -205,7 +205,7 @@ impl DataPlane {
         let source_memory = memory(&self.core, &source_regions);
         let (source_memory, missing) = match source_memory {
             Ok(memory) => (memory, None),
-            Err(trouble) => (RankMemory(Box::default()), Some(trouble)),
+            Err(trouble) => (RankMemory::default(), Some(trouble)),
         };
         let job = self.start_job(job, &regions, |memory| Role::Copy {
             source,
@@ -220,7 +220,9 @@ impl DataPlane {
     /// More is ready at the source of a send or copy, with longer page lists where they grew. Once
     /// `ready.end` is set the map is cut there.
     pub fn ready(&self, job: JobId, ready: Ready, source_pages: Option<Arc<PageLists>>) {
-        let Some(job) = self.core.jobs.get(job) else { return };
+        let Some(job) = self.core.jobs.get(job) else {
+            return;
+        };
         let Some((join, complete)) = job.source().map(|mut source| {
             let join = source.advance(&ready, source_pages);
             (join, source.is_complete())
@@ -244,7 +246,9 @@ impl DataPlane {
 
     /// A receive learns the final end: the map is cut there.
     pub fn end(&self, job: JobId, end: u64) {
-        let Some(job) = self.core.jobs.get(job) else { return };
+        let Some(job) = self.core.jobs.get(job) else {
+            return;
+        };
         let ended = job.target().map(|mut target| target.ends(end));
         match ended {
             Some(Ok(true)) => job.complete(),
@@ -282,7 +286,10 @@ impl DataPlane {
             ("lanes_in", number(lanes[1])),
             ("lane_grants", number(lanes[2])),
             ("chunks_in_doubt", number(lanes[3])),
-            ("unproven_connections", core.unproven.load(std::sync::atomic::Ordering::Relaxed)),
+            (
+                "unproven_connections",
+                core.unproven.load(std::sync::atomic::Ordering::Relaxed),
+            ),
             ("threads", number(core.threads.count())),
         ]
         .map(|(name, count)| (name.to_owned(), count))
@@ -319,7 +326,7 @@ impl DataPlane {
     ) -> Option<Arc<Job>> {
         let (memory, missing) = match memory(&self.core, regions) {
             Ok(memory) => (memory, None),
-            Err(trouble) => (RankMemory(Box::default()), Some(trouble)),
+            Err(trouble) => (RankMemory::default(), Some(trouble)),
         };
         let Some(job) = self.core.jobs.add(id, role(memory)) else {
             tracing::error!(job = id.0, "a job's number was used twice");

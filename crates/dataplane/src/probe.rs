@@ -21,7 +21,10 @@ pub(crate) fn reachable(process: &EngineProcess, address: u64, len: u64) -> Resu
     if len == 0 {
         return Err(bounds("len is 0; register at least one byte".to_owned()));
     }
-    let Some(end) = address.checked_add(len).filter(|end| usize::try_from(*end).is_ok()) else {
+    let Some(end) = address
+        .checked_add(len)
+        .filter(|end| usize::try_from(*end).is_ok())
+    else {
         return Err(bounds(format!(
             "address {address:#x} plus len {len} is beyond the address space; give a range that is mapped"
         )));
@@ -67,7 +70,9 @@ fn first_unfit(maps: &str, address: u64, end: u64) -> Option<u64> {
         let (Some(range), Some(permissions)) = (fields.next(), fields.next()) else {
             continue;
         };
-        let Some((from, to)) = range.split_once('-') else { continue };
+        let Some((from, to)) = range.split_once('-') else {
+            continue;
+        };
         let (Ok(from), Ok(to)) = (u64::from_str_radix(from, 16), u64::from_str_radix(to, 16)) else {
             continue;
         };

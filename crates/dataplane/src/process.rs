@@ -163,7 +163,10 @@ impl EngineProcess {
                 iov_len: range.len,
             })
             .collect();
-        let (owns, engines) = (libc::c_ulong::try_from(own.len()), libc::c_ulong::try_from(engine.len()));
+        let (owns, engines) = (
+            libc::c_ulong::try_from(own.len()),
+            libc::c_ulong::try_from(engine.len()),
+        );
         let (Ok(owns), Ok(engines)) = (owns, engines) else {
             return Err(io::ErrorKind::InvalidInput.into());
         };
@@ -218,7 +221,13 @@ fn option<T: Plain>(socket: libc::c_int, name: libc::c_int) -> io::Result<T> {
     let mut len = size;
     // SAFETY: `value` has `len` bytes, and any bytes make a `T`.
     let got = unsafe {
-        libc::getsockopt(socket, libc::SOL_SOCKET, name, (&raw mut value).cast(), &raw mut len)
+        libc::getsockopt(
+            socket,
+            libc::SOL_SOCKET,
+            name,
+            (&raw mut value).cast(),
+            &raw mut len,
+        )
     };
     if got != 0 {
         return Err(io::Error::last_os_error());
@@ -239,7 +248,11 @@ impl Plain for libc::c_int {
 }
 
 impl Plain for libc::ucred {
-    const ZERO: libc::ucred = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    const ZERO: libc::ucred = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
 }
 
 #[cfg(test)]
@@ -273,14 +286,18 @@ mod tests {
         let process = ourselves();
         let source = b"abcdefgh".to_vec();
         let mut bytes = [0u8; 4];
-        process.read(&[remote(&source[1..3]), remote(&source[5..7])], &mut bytes).unwrap();
+        process
+            .read(&[remote(&source[1..3]), remote(&source[5..7])], &mut bytes)
+            .unwrap();
         assert_eq!(&bytes, b"bcfg");
 
         let memfd = memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&memfd, 4096).unwrap();
         let mapping = Mapping::new(&memfd, 0, 4096).unwrap();
         let span = mapping.span(7, 8).unwrap();
-        process.copy_spans(Way::FromEngine, &[span], &[remote(&source)]).unwrap();
+        process
+            .copy_spans(Way::FromEngine, &[span], &[remote(&source)])
+            .unwrap();
         let mut read = [0u8; 8];
         span.read(&mut read);
         assert_eq!(&read[..], &source[..]);
@@ -290,7 +307,10 @@ mod tests {
     fn unmapped_memory_is_an_error_even_after_a_part() {
         let process = ourselves();
         let source = [1u8; 8];
-        let nowhere = Remote { address: 4096, len: 8 };
+        let nowhere = Remote {
+            address: 4096,
+            len: 8,
+        };
         let mut bytes = [0u8; 16];
         assert!(process.read(&[nowhere], &mut bytes[..8]).is_err());
         let part = process.read(&[remote(&source), nowhere], &mut bytes).unwrap_err();

@@ -16,7 +16,7 @@ use crate::process::{EngineProcess, Remote};
 /// Most regions of one owner.
 const MAX_REGIONS: usize = 4096;
 /// `f_type` of hugetlbfs (statfs(2)).
-const HUGETLBFS_MAGIC: i64 = 0x958458f6;
+const HUGETLBFS_MAGIC: rustix::fs::FsWord = 0x958458f6;
 
 /// A mapped region; never reused within a daemon's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -205,13 +205,23 @@ impl Regions {
     }
 
     pub(crate) fn release(&self, key: RegionKey) {
-        let region = self.table.lock().unwrap_or_else(|e| e.into_inner()).regions.remove(&key);
+        let region = self
+            .table
+            .lock()
+            .unwrap_or_else(|e| e.into_inner())
+            .regions
+            .remove(&key);
         // Unmapping takes a while: not under the lock.
         drop(region);
     }
 
     pub(crate) fn get(&self, key: RegionKey) -> Option<Arc<Region>> {
-        self.table.lock().unwrap_or_else(|e| e.into_inner()).regions.get(&key).cloned()
+        self.table
+            .lock()
+            .unwrap_or_else(|e| e.into_inner())
+            .regions
+            .get(&key)
+            .cloned()
     }
 
     /// Number of regions and their bytes.
@@ -241,7 +251,7 @@ fn check_memfd(fd: &OwnedFd, offset: u64, len: u64) -> Result<(u64, u64), Regist
     };
     check_seals(seals)?;
     // A page of a hugetlb memfd that its engine punched out can fail to come back, and touching it would then end the daemon.
-    if i64::try_from(fstatfs(fd).map_err(unknown)?.f_type) == Ok(HUGETLBFS_MAGIC) {
+    if fstatfs(fd).map_err(unknown)?.f_type == HUGETLBFS_MAGIC {
         return Err(kind(
             "it is a hugetlb memfd (MFD_HUGETLB), which the daemon cannot touch safely: use a plain one with \
              madvise(MADV_HUGEPAGE)"
@@ -264,7 +274,7 @@ fn check_memfd(fd: &OwnedFd, offset: u64, len: u64) -> Result<(u64, u64), Regist
         )));
     }
     let page = u64::try_from(rustix::param::page_size()).unwrap_or(4096);
-    if offset % page != 0 {
+    if !offset.is_multiple_of(page) {
         return Err(bounds(format!(
             "offset {offset} is not a multiple of the system's page size of {page}; align it"
         )));
@@ -275,8 +285,15 @@ fn check_memfd(fd: &OwnedFd, offset: u64, len: u64) -> Result<(u64, u64), Regist
 /// SHRINK keeps a shared mapping from faulting, GROW keeps what was measured; with a WRITE seal nothing can be delivered.
 fn check_seals(seals: SealFlags) -> Result<(), RegisterError> {
     let named = |seals: SealFlags| {
-        let names: Vec<_> = seals.iter_names().map(|(name, _)| format!("F_SEAL_{name}")).collect();
-        if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+        let names: Vec<_> = seals
+            .iter_names()
+            .map(|(name, _)| format!("F_SEAL_{name}"))
+            .collect();
+        if names.is_empty() {
+            "none".to_owned()
+        } else {
+            names.join(", ")
+        }
     };
     let due = SealFlags::SHRINK | SealFlags::GROW;
     let unfit = SealFlags::WRITE | SealFlags::FUTURE_WRITE;

@@ -56,7 +56,8 @@ impl Source {
         if ready.end.is_some() {
             self.end_known = true;
             let pending = std::mem::take(&mut self.pending);
-            self.queue.extend(pending.into_iter().filter(|chunk| map.chunk_bytes(*chunk) > 0));
+            self.queue
+                .extend(pending.into_iter().filter(|chunk| map.chunk_bytes(*chunk) > 0));
         } else {
             let queue = &mut self.queue;
             self.pending.retain(|&chunk| {

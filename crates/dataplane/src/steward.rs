@@ -45,7 +45,11 @@ impl Bell {
                 None => state = self.rung.wait(state).unwrap_or_else(|e| e.into_inner()),
                 Some(Duration::ZERO) => break,
                 Some(left) => {
-                    state = self.rung.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0;
+                    state = self
+                        .rung
+                        .wait_timeout(state, left)
+                        .unwrap_or_else(|e| e.into_inner())
+                        .0;
                 }
             }
         }

@@ -151,7 +151,9 @@ impl Target {
         if let Some((cut, _)) = &self.cut
             && *cut != end
         {
-            return Err(format!("chunks came that end at token {cut}, and the prompt ends at {end}"));
+            return Err(format!(
+                "chunks came that end at token {cut}, and the prompt ends at {end}"
+            ));
         }
         let view = self.view_at(end)?;
         self.end_known = true;
@@ -166,7 +168,9 @@ impl Target {
                 }
             };
             if wrong {
-                return Err(format!("chunk {chunk} came whole, and the prompt ends at token {end} inside it"));
+                return Err(format!(
+                    "chunk {chunk} came whole, and the prompt ends at token {end} inside it"
+                ));
             }
         }
         self.left = left;

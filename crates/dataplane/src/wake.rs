@@ -16,21 +16,12 @@ pub(crate) struct Wake {
 }
 
 /// What a wait ended with.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Waited {
     /// The socket can be read, or has failed.
     pub(crate) readable: bool,
     /// The socket can be written.
     pub(crate) writable: bool,
-    /// Somebody called [`Wake::wake`].
-    pub(crate) woken: bool,
-}
-
-impl Waited {
-    /// Whether the time ran out.
-    pub(crate) fn timed_out(self) -> bool {
-        !(self.readable || self.writable || self.woken)
-    }
 }
 
 impl Wake {
@@ -64,10 +55,7 @@ impl Wake {
 
     /// Waits for the socket or a wake-up.
     pub(crate) fn wait(&self, socket: &impl AsFd, want: PollFlags, limit: Duration) -> io::Result<Waited> {
-        let mut fds = [
-            PollFd::new(&self.event, PollFlags::IN),
-            PollFd::new(socket, want),
-        ];
+        let mut fds = [PollFd::new(&self.event, PollFlags::IN), PollFd::new(socket, want)];
         poll_for(&mut fds, Some(limit))?;
         let (event, socket) = (fds[0].revents(), fds[1].revents());
         if !event.is_empty() {
@@ -77,7 +65,6 @@ impl Wake {
         Ok(Waited {
             readable: failed || socket.contains(PollFlags::IN),
             writable: failed || socket.contains(PollFlags::OUT),
-            woken: !event.is_empty(),
         })
     }
 }

@@ -198,7 +198,9 @@ const VERDICTS: [Verdict; 6] = [
 
 impl Ack {
     pub(crate) fn encode(&self) -> [u8; ACK_BYTES] {
-        let verdict = (0u32..).zip(VERDICTS).find(|(_, verdict)| *verdict == self.verdict);
+        let verdict = (0u32..)
+            .zip(VERDICTS)
+            .find(|(_, verdict)| *verdict == self.verdict);
         let verdict = verdict.map_or(u32::MAX, |(number, _)| number);
         let mut out = [0; ACK_BYTES];
         write(

@@ -247,7 +247,10 @@ impl<'b> Gather<'b> {
 
     /// The staged bytes that are not sent: all of them, when nothing is sent straight from the pages.
     pub(crate) fn unsent(&self) -> &[u8] {
-        let left: usize = self.buffers.pieces[self.next..].iter().map(|piece| piece.iov_len).sum();
+        let left: usize = self.buffers.pieces[self.next..]
+            .iter()
+            .map(|piece| piece.iov_len)
+            .sum();
         &self.buffers.staging[self.staged - left..self.staged]
     }
 

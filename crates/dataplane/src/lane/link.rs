@@ -13,7 +13,7 @@ use rustls::{ClientConnection, Connection, ServerConnection};
 use crate::LaneTls;
 use crate::lane::gather::Gather;
 use crate::lane::scatter::Inbox;
-use crate::wake::{Wake, Waited};
+use crate::wake::{Waited, Wake};
 
 /// Bytes that TLS keeps for the socket before it takes no more.
 const TLS_BUFFER_BYTES: usize = 512 << 10;
@@ -211,7 +211,11 @@ impl Read for Raw<'_> {
 
 impl Write for Raw<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        Ok(rustix::net::send(self.0, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?)
+        Ok(rustix::net::send(
+            self.0,
+            bytes,
+            SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
+        )?)
     }
 
     fn flush(&mut self) -> io::Result<()> {

@@ -45,5 +45,8 @@ impl From<io::Error> for LaneEnd {
 
 /// Whether the socket just has nothing, or no room, now.
 fn would_block(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+    matches!(
+        error.kind(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+    )
 }

@@ -94,7 +94,11 @@ impl Receiver<'_> {
             // A sender that is idle is not a stalled one.
             self.fill(1, None)?;
             self.fill(HEADER_BYTES, Some(self.config.stall))?;
-            let header = self.inbox.filled().first_chunk::<HEADER_BYTES>().map(Header::decode);
+            let header = self
+                .inbox
+                .filled()
+                .first_chunk::<HEADER_BYTES>()
+                .map(Header::decode);
             let header = header.flatten().ok_or(LaneEnd::Violation("a damaged header"))?;
             if header.bytes > MAX_PAYLOAD {
                 return Err(LaneEnd::Violation("a payload beyond any limit"));
@@ -134,11 +138,18 @@ impl Receiver<'_> {
         if job.is_closed() {
             return self.refuse(header, Verdict::Unknown);
         }
-        let arrival = job.target().map(|mut target| target.arrives(header.chunk, header.end, header.bytes));
+        if job.has_failed() {
+            return self.refuse(header, Verdict::Failed);
+        }
+        let arrival = job
+            .target()
+            .map(|mut target| target.arrives(header.chunk, header.end, header.bytes));
         let view = match arrival {
             Some(Arrival::Write(view)) => view,
             Some(Arrival::Repeat) => return self.refuse(header, Verdict::Landed),
-            Some(Arrival::Doubled) => return Err(LaneEnd::Violation("a chunk that is arriving on another lane")),
+            Some(Arrival::Doubled) => {
+                return Err(LaneEnd::Violation("a chunk that is arriving on another lane"));
+            }
             Some(Arrival::Differs(what)) => {
                 job.fail(Trouble {
                     code: Code::VerdictsDiffer,
@@ -170,7 +181,9 @@ impl Receiver<'_> {
         arriving.settled = true;
         self.start.peer.traffic.received(header.bytes);
         job.moved(header.bytes, moves, bounced);
-        let complete = job.target().is_some_and(|mut target| target.landed(header.chunk, header.end));
+        let complete = job
+            .target()
+            .is_some_and(|mut target| target.landed(header.chunk, header.end));
         if complete {
             job.complete();
         }
@@ -204,7 +217,11 @@ impl Receiver<'_> {
 
     fn trailer(&mut self) -> Result<Trailer, LaneEnd> {
         self.fill(TRAILER_BYTES, Some(self.config.stall))?;
-        let trailer = self.inbox.filled().first_chunk::<TRAILER_BYTES>().and_then(Trailer::decode);
+        let trailer = self
+            .inbox
+            .filled()
+            .first_chunk::<TRAILER_BYTES>()
+            .and_then(Trailer::decode);
         self.inbox.consume(TRAILER_BYTES);
         trailer.ok_or(LaneEnd::Violation("a damaged trailer"))
     }
@@ -383,7 +400,11 @@ impl<'l> Landing<'_, 'l, '_> {
         if self.pass.is_none() {
             self.pass = self.job.enter();
         }
-        if self.pass.is_some() { Ok(()) } else { Err(Halt::Closed) }
+        if self.pass.is_some() {
+            Ok(())
+        } else {
+            Err(Halt::Closed)
+        }
     }
 
     /// Waits for more of the stream, outside the fence.
@@ -448,9 +469,14 @@ impl<'l> Landing<'_, 'l, '_> {
     fn drain(&mut self) -> Result<(), Halt> {
         while !self.window.is_empty() {
             self.inside()?;
-            let Some(pass) = &self.pass else { return Err(Halt::Closed) };
+            let Some(pass) = &self.pass else {
+                return Err(Halt::Closed);
+            };
             let lane = &mut *self.lane;
-            match self.window.receive(lane.link.socket(), &mut lane.inbox, self.crc.as_mut(), pass) {
+            match self
+                .window
+                .receive(lane.link.socket(), &mut lane.inbox, self.crc.as_mut(), pass)
+            {
                 Ok(landed) => {
                     lane.moved = Instant::now();
                     self.pass = None;
@@ -507,10 +533,14 @@ impl<'l> Landing<'_, 'l, '_> {
 
     /// Writes what the inbox has for the queued ranges.
     fn remote_pages(&mut self) -> Result<(), Halt> {
-        let Some(process) = self.process.take() else { return Ok(()) };
+        let Some(process) = self.process.take() else {
+            return Ok(());
+        };
         self.inside()?;
         let bytes = &self.lane.inbox.filled()[..self.queued];
-        process.write(&self.remote, bytes).map_err(|error| Halt::Trouble(fault(process, &error)))?;
+        process
+            .write(&self.remote, bytes)
+            .map_err(|error| Halt::Trouble(fault(process, &error)))?;
         if let Some(crc) = &mut self.crc {
             *crc = crc32c::crc32c_append(*crc, bytes);
         }

@@ -150,7 +150,13 @@ impl Sender<'_> {
             batch.clear();
             if self.left.unacked.len() < MAX_UNACKED {
                 let outbox = &self.start.peer.outbox;
-                outbox.take(self.start.life, &self.start.wake, &mut batch, BATCH_CHUNKS, BATCH_BYTES);
+                outbox.take(
+                    self.start.life,
+                    &self.start.wake,
+                    &mut batch,
+                    BATCH_CHUNKS,
+                    BATCH_BYTES,
+                );
             }
             if !batch.is_empty() {
                 self.send_batch(&batch, &mut buffers)?;
@@ -285,7 +291,9 @@ impl Sender<'_> {
             Verdict::Void => {}
             Verdict::Differs => job.fail(Trouble {
                 code: Code::VerdictsDiffer,
-                message: format!("chunk {chunk} is another one by the receiver's plan; run the same release on both nodes"),
+                message: format!(
+                    "chunk {chunk} is another one by the receiver's plan; run the same release on both nodes"
+                ),
             }),
             Verdict::Damaged => self.start.peer.damaged(&unacked.taken),
         }
@@ -353,10 +361,13 @@ impl<'b> Frame<'b> {
         let mut process: Option<&'b EngineProcess> = None;
         for extent in view.map.extents(taken.chunk, Side::Prefill, &view.pages) {
             if extent.len > self.left {
-                self.fail(window, Trouble {
-                    code: Code::Internal,
-                    message: format!("chunk {} has more bytes than its plan says", taken.chunk),
-                });
+                self.fail(
+                    window,
+                    Trouble {
+                        code: Code::Internal,
+                        message: format!("chunk {} has more bytes than its plan says", taken.chunk),
+                    },
+                );
             }
             if window.is_void(self.number) {
                 break;
@@ -384,10 +395,13 @@ impl<'b> Frame<'b> {
         self.remote_pages(lane, window, process)?;
         self.pass = None;
         if self.left > 0 && !window.is_void(self.number) {
-            self.fail(window, Trouble {
-                code: Code::Internal,
-                message: format!("chunk {} has fewer bytes than its plan says", taken.chunk),
-            });
+            self.fail(
+                window,
+                Trouble {
+                    code: Code::Internal,
+                    message: format!("chunk {} has fewer bytes than its plan says", taken.chunk),
+                },
+            );
         }
         Ok(())
     }
@@ -409,7 +423,12 @@ impl<'b> Frame<'b> {
         self.pass.is_some()
     }
 
-    fn span(&mut self, lane: &mut Sender<'_>, window: &mut Gather<'b>, mut span: Span<'b>) -> Result<(), LaneEnd> {
+    fn span(
+        &mut self,
+        lane: &mut Sender<'_>,
+        window: &mut Gather<'b>,
+        mut span: Span<'b>,
+    ) -> Result<(), LaneEnd> {
         while span.len() > 0 && self.inside(window) {
             let Some(pass) = &self.pass else { break };
             let taken = window.take(self.number, span, pass, self.checksum.as_mut());
