@@ -30,11 +30,15 @@ fuzz_target!(|data: &[u8]| {
     }
 });
 
+/// What was decoded is written and read again as it is. (Not always the same bytes: a code that this release does not
+/// know becomes `unknown`.)
 fn message(bytes: &[u8]) {
     if let Ok(request) = decode::<Request>(bytes) {
-        assert_eq!(encode(&request).expect("was decoded"), bytes);
+        let again = encode(&request).expect("was decoded");
+        assert_eq!(decode::<Request>(&again).expect("was encoded"), request);
     }
     if let Ok(response) = decode::<Response>(bytes) {
-        assert_eq!(encode(&response).expect("was decoded"), bytes);
+        let again = encode(&response).expect("was decoded");
+        assert_eq!(decode::<Response>(&again).expect("was encoded"), response);
     }
 }

@@ -1,16 +1,56 @@
 //! Reads envelope files.
 
-use std::fs;
+use std::fs::File;
+use std::io::Read as _;
 use std::path::Path;
 
-use kvferry_handshake::Envelope;
+use kvferry_handshake::{Envelope, MAX_ENVELOPE_FILE};
 
 use crate::exit::bad_input;
 
-/// Reads an envelope file. Errors name the file, the line and the key.
+/// Reads an envelope file. Every problem is told, with file, line and key.
 pub(crate) fn read_envelope(path: &Path) -> anyhow::Result<Envelope> {
-    let text = fs::read_to_string(path)
-        .map_err(|error| bad_input(format!("{}: cannot be read: {error}", path.display())))?;
-    let _ = text;
-    todo!("envelope files")
+    let name = path.display();
+    let text = read(path).map_err(|error| bad_input(format!("{name}: {error}")))?;
+    Envelope::from_toml(&text).map_err(|error| {
+        let problems: Vec<String> = error
+            .to_string()
+            .lines()
+            .map(|line| format!("{name}: {line}"))
+            .collect();
+        bad_input(problems.join("\n"))
+    })
+}
+
+fn read(path: &Path) -> std::io::Result<String> {
+    let most = MAX_ENVELOPE_FILE as u64;
+    let mut text = String::new();
+    // Bounded while it is read: the size of a pipe or device cannot be asked for.
+    File::open(path)?.take(most + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > most {
+        return Err(std::io::Error::other(format!(
+            "more than {most} bytes: this is no envelope file"
+        )));
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::exit::{Exit, of_error};
+
+    #[test]
+    fn problems_name_file_line_and_key() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("engine.toml");
+        fs::write(&path, "[engine]\nname = 3\n").unwrap();
+        let error = read_envelope(&path).unwrap_err();
+        assert_eq!(of_error(&error), Exit::Input);
+        assert!(error.to_string().contains("engine.toml: line"), "{error}");
+        let error = read_envelope(&dir.path().join("none.toml")).unwrap_err();
+        assert!(error.to_string().contains("none.toml"), "{error}");
+    }
 }

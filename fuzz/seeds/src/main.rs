@@ -16,7 +16,11 @@ use kvferry_handshake::{
 };
 
 fn main() -> anyhow::Result<()> {
-    let dir = PathBuf::from(std::env::args_os().nth(1).context("usage: kvferry-fuzz-seeds DIR")?);
+    let dir = PathBuf::from(
+        std::env::args_os()
+            .nth(1)
+            .context("usage: kvferry-fuzz-seeds DIR")?,
+    );
     let envelopes = envelopes()?;
     for (number, envelope) in envelopes.iter().enumerate() {
         write(&dir, "envelope_wire", number, &envelope.to_bytes()?)?;
@@ -32,8 +36,12 @@ fn main() -> anyhow::Result<()> {
         }
     }
     let envelope = &envelopes[0];
-    let requests = requests(envelope).into_iter().map(|request| kvferry_control::encode(&request));
-    let responses = responses(envelope).into_iter().map(|response| kvferry_control::encode(&response));
+    let requests = requests(envelope)
+        .into_iter()
+        .map(|request| kvferry_control::encode(&request));
+    let responses = responses(envelope)
+        .into_iter()
+        .map(|response| kvferry_control::encode(&response));
     let mut stream = Vec::new();
     for (number, message) in requests.chain(responses).enumerate() {
         let message = message?;
@@ -53,33 +61,72 @@ fn write(dir: &Path, target: &str, number: usize, bytes: &[u8]) -> anyhow::Resul
 
 /// Small envelopes that use everything an envelope can say.
 fn envelopes() -> anyhow::Result<Vec<Envelope>> {
-    let small = Launch { page_size: 4, pool_pages: 3, slots: 2, ..Launch::default() };
+    let small = Launch {
+        page_size: 4,
+        pool_pages: 3,
+        slots: 2,
+        ..Launch::default()
+    };
     let llama = ModelShape::new("llama", 2).kv(0..2, 2, 4);
     let hybrid = ModelShape::new("hybrid", 3)
         .kv([0], 2, 4)
         .window([1], 2, 4, 6)
         .state("state", [2], &[("x", 4, 2), ("b", 2, 3)], Element::Fp32);
-    let latent = ModelShape::new("latent", 2).latent(0..2, 9).indexer(0..2, 4, Element::Fp8E4m3);
-    let dcp = Dcp { size: 2, interleave: 2 };
+    let latent = ModelShape::new("latent", 2)
+        .latent(0..2, 9)
+        .indexer(0..2, 4, Element::Fp8E4m3);
+    let dcp = Dcp {
+        size: 2,
+        interleave: 2,
+    };
     Ok(vec![
-        Launch { tp: 2, ..small.clone() }.envelope(&llama)?,
-        Launch { order: Order::Hnd, ..small.clone() }.envelope(&llama.clone().draft(1, 2, 4))?,
+        Launch {
+            tp: 2,
+            ..small.clone()
+        }
+        .envelope(&llama)?,
+        Launch {
+            order: Order::Hnd,
+            ..small.clone()
+        }
+        .envelope(&llama.clone().draft(1, 2, 4))?,
         small.envelope(&hybrid)?,
         Launch { tp: 2, dcp, ..small }.envelope(&latent)?,
     ])
 }
 
 fn transfer() -> TransferId {
-    TransferId { id: "req-1".into(), attempt: 1 }
+    TransferId {
+        id: "req-1".into(),
+        attempt: 1,
+    }
 }
 
 fn requests(envelope: &Envelope) -> Vec<Request> {
-    let pages = PageLists { groups: vec![vec![2, ABSENT, 0]] };
+    let pages = PageLists {
+        groups: vec![vec![2, ABSENT, 0]],
+    };
     let source = "kvferry://127.0.0.1:7460/llama".to_owned();
     let calls = vec![
-        Call::Attach { envelope: Box::new(envelope.clone()), rank: 1, home: Some("127.0.0.1:7460".into()) },
-        Call::Register { region: 0, memory: Memory::Memfd { offset: 4096, len: 8192 } },
-        Call::Register { region: 1, memory: Memory::Process { address: 1 << 40, len: 8192 } },
+        Call::Attach {
+            envelope: Box::new(envelope.clone()),
+            rank: 1,
+            home: Some("127.0.0.1:7460".into()),
+        },
+        Call::Register {
+            region: 0,
+            memory: Memory::Memfd {
+                offset: 4096,
+                len: 8192,
+            },
+        },
+        Call::Register {
+            region: 1,
+            memory: Memory::Process {
+                address: 1 << 40,
+                len: 8192,
+            },
+        },
         Call::Publish(Publish {
             transfer: transfer(),
             pages: Some(pages.clone()),
@@ -96,34 +143,80 @@ fn requests(envelope: &Envelope) -> Vec<Request> {
             tokens: TokenRange { from: 4, to: 9 },
             least: 9,
         }),
-        Call::Expect { source: source.clone(), transfer: transfer() },
-        Call::Decline { source, transfer: transfer() },
+        Call::Expect {
+            source: source.clone(),
+            transfer: transfer(),
+        },
+        Call::Decline {
+            source,
+            transfer: transfer(),
+        },
         Call::Abort { transfer: transfer() },
         Call::Unregister { region: 0 },
         Call::Status,
     ];
-    let mut requests = vec![Request::Hello { lowest: 1, highest: 1 }];
-    requests.extend((1..).zip(calls).map(|(number, call)| Request::Call { number, call }));
+    let mut requests = vec![Request::Hello {
+        lowest: 1,
+        highest: 1,
+    }];
+    requests.extend(
+        (1..)
+            .zip(calls)
+            .map(|(number, call)| Request::Call { number, call }),
+    );
     requests
 }
 
 fn responses(envelope: &Envelope) -> Vec<Response> {
     let fault = Fault::new(Code::Deadline, "nothing moved for 30 s");
     let verdict = compare(envelope, envelope, kvferry_handshake::Policy::Strict);
-    let report = Report { peers: vec!["127.0.0.1:7460".into()], moves: 3, ..Report::default() };
+    let report = Report {
+        peers: vec!["127.0.0.1:7460".into()],
+        moves: 3,
+        ..Report::default()
+    };
     let events = vec![
-        Event::Matched { transfer: transfer(), engine: "llama".into(), held: 4 },
-        Event::Progress { transfer: transfer(), bytes: 1, total: 2 },
-        Event::Delivered { transfer: transfer(), tokens: 9, metadata: vec![1], report: report.clone() },
-        Event::Failed { transfer: transfer(), cause: fault.clone(), report },
-        Event::Refused { engine: "llama".into(), verdict: Box::new(verdict) },
+        Event::Matched {
+            transfer: transfer(),
+            engine: "llama".into(),
+            held: 4,
+        },
+        Event::Progress {
+            transfer: transfer(),
+            bytes: 1,
+            total: 2,
+        },
+        Event::Delivered {
+            transfer: transfer(),
+            tokens: 9,
+            metadata: vec![1],
+            report: report.clone(),
+        },
+        Event::Failed {
+            transfer: transfer(),
+            cause: fault.clone(),
+            report,
+        },
+        Event::Refused {
+            engine: "llama".into(),
+            verdict: Box::new(verdict),
+        },
         Event::Detached { cause: fault.clone() },
     ];
     let answers = vec![
         Ok(Answer::Done),
-        Ok(Answer::Status(Box::new(Status { counts: vec![("regions".into(), 1)], ..Status::default() }))),
+        Ok(Answer::Status(Box::new(Status {
+            counts: vec![("regions".into(), 1)],
+            ..Status::default()
+        }))),
         Err(fault),
     ];
     let events = events.into_iter().map(Response::Event);
-    events.chain((1..).zip(answers).map(|(number, answer)| Response::Answer { number, answer })).collect()
+    events
+        .chain(
+            (1..)
+                .zip(answers)
+                .map(|(number, answer)| Response::Answer { number, answer }),
+        )
+        .collect()
 }
