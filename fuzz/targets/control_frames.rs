@@ -2,7 +2,8 @@
 
 #![no_main]
 
-use kvferry_control::{FrameReader, MAX_UNATTACHED_FRAME, Request, Response, decode, encode};
+use kvferry_control::{FrameReader, MAX_UNATTACHED_FRAME, Request, Response};
+use kvferry_handshake::{decode, encode};
 use libfuzzer_sys::fuzz_target;
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
 

@@ -13,6 +13,7 @@ use kvferry_control::{
 };
 use kvferry_handshake::{
     ABSENT, Code, Dcp, Element, Envelope, Launch, ModelShape, Order, PageLists, Ready, TokenRange, compare,
+    encode,
 };
 
 fn main() -> anyhow::Result<()> {
@@ -36,12 +37,8 @@ fn main() -> anyhow::Result<()> {
         }
     }
     let envelope = &envelopes[0];
-    let requests = requests(envelope)
-        .into_iter()
-        .map(|request| kvferry_control::encode(&request));
-    let responses = responses(envelope)
-        .into_iter()
-        .map(|response| kvferry_control::encode(&response));
+    let requests = requests(envelope).into_iter().map(|request| encode(&request));
+    let responses = responses(envelope).into_iter().map(|response| encode(&response));
     let mut stream = Vec::new();
     for (number, message) in requests.chain(responses).enumerate() {
         let message = message?;
@@ -155,10 +152,7 @@ fn requests(envelope: &Envelope) -> Vec<Request> {
         Call::Unregister { region: 0 },
         Call::Status,
     ];
-    let mut requests = vec![Request::Hello {
-        lowest: 1,
-        highest: 1,
-    }];
+    let mut requests = vec![Request::Hello(kvferry_control::VERSIONS)];
     requests.extend(
         (1..)
             .zip(calls)
