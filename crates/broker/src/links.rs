@@ -1,0 +1,557 @@
+//! The decode side's half of a link: it asks the prefill engine's home for the engine's envelope, its
+//! verdict and where its ranks are, and comes to a verdict of its own.
+//!
+//! A link is asked for until it is there or nobody waits for it any more: an engine that is not attached
+//! yet, or lacks a rank, is waited for as long as the fetch's deadline allows. A refusal is remembered;
+//! asking again costs one small message, for only the home knows whether its engine has a new life.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use kvferry_control::{Event, Fault};
+use kvferry_handshake::{Code, Envelope, Mismatch, Outcome, Policy, Verdict};
+use kvferry_plan::LinkPlan;
+
+use crate::Broker;
+use crate::faults::from_peer;
+use crate::io::{Micros, PeerAddress};
+use crate::judged::Judgement;
+use crate::peer::{Body, EngineId, LinkAnswer, Seat};
+use crate::source::parse_address;
+use crate::timers::Timer;
+
+/// First pause before asking again; it doubles up to an eighth of the deadline.
+const FIRST_PAUSE: Micros = 20_000;
+/// After so many deadlines without use a link is forgotten.
+const IDLE: Micros = 8;
+
+/// An engine here, and an engine that it fetches from.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct LinkKey {
+    pub(crate) decode: EngineId,
+    pub(crate) home: PeerAddress,
+    pub(crate) name: String,
+}
+
+/// Where a prefill rank is.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct SeatAt {
+    pub(crate) peer: PeerAddress,
+    pub(crate) incarnation: u64,
+    pub(crate) life: u64,
+}
+
+/// What a fetch needs of its link.
+#[derive(Debug)]
+pub(crate) struct Terms {
+    pub(crate) engine: EngineId,
+    pub(crate) decode: EngineId,
+    pub(crate) envelope: Arc<Envelope>,
+    pub(crate) plan: Arc<LinkPlan>,
+    pub(crate) digest: [u8; 32],
+    /// By prefill rank.
+    pub(crate) seats: Vec<SeatAt>,
+}
+
+/// What both daemons made of the pair.
+#[derive(Debug)]
+struct Pair {
+    engine: EngineId,
+    envelope: Arc<Envelope>,
+    judged: Judgement,
+}
+
+#[derive(Debug)]
+pub(crate) struct Link {
+    /// The decode engine's.
+    envelope: Arc<Envelope>,
+    waiters: BTreeSet<u64>,
+    pair: Option<Pair>,
+    /// Set while every rank is known to be attached.
+    terms: Option<Arc<Terms>>,
+    /// A question is out.
+    asking: bool,
+    /// The home will need our envelope.
+    send_envelope: bool,
+    pause: Micros,
+    /// Ranks' lives that turned out to be over, until the home no longer names them.
+    over: BTreeSet<SeatAt>,
+    /// The life of the prefill engine whose home knows that the pair is refused from here.
+    told: Option<EngineId>,
+    used: Micros,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Links {
+    known: BTreeMap<LinkKey, Link>,
+}
+
+impl Links {
+    pub(crate) fn len(&self) -> usize {
+        self.known.len()
+    }
+
+    pub(crate) fn of_engine(&self, decode: &EngineId) -> Vec<(String, Outcome)> {
+        let of = self.known.iter().filter(|(key, _)| key.decode == *decode);
+        of.filter_map(|(key, link)| {
+            let pair = link.pair.as_ref()?;
+            Some((key.name.clone(), pair.judged.verdict.outcome))
+        })
+        .collect()
+    }
+}
+
+impl Broker {
+    /// Brings a fetch onto its link, now or once the link is there.
+    pub(crate) fn want_link(&mut self, number: u64, key: &LinkKey, envelope: &Arc<Envelope>) {
+        let now = self.now;
+        if !self.links.known.contains_key(key) {
+            if self.links.known.len() >= self.config.limits.links && !self.forget_idle_link() {
+                let most = self.config.limits.links;
+                let cause = Fault::new(
+                    Code::OverLimit,
+                    format!("{most} links are in use; raise the limit on links if this is normal load"),
+                );
+                return self.fail_fetch(number, cause);
+            }
+            let link = Link {
+                envelope: envelope.clone(),
+                waiters: BTreeSet::new(),
+                pair: None,
+                terms: None,
+                asking: false,
+                send_envelope: true,
+                pause: FIRST_PAUSE,
+                over: BTreeSet::new(),
+                told: None,
+                used: now,
+            };
+            self.links.known.insert(key.clone(), link);
+        }
+        let Some(link) = self.links.known.get_mut(key) else {
+            return;
+        };
+        link.used = now;
+        if let Some(terms) = link.terms.clone() {
+            return self.bind_fetch(number, terms);
+        }
+        link.waiters.insert(number);
+        if !link.asking {
+            link.pause = FIRST_PAUSE.min((self.config.deadline_us / 8).max(1));
+            self.ask_link(key);
+        }
+    }
+
+    /// Makes room by dropping the link that was unused for the longest.
+    fn forget_idle_link(&mut self) -> bool {
+        let idle = self.links.known.iter().filter(|(_, link)| link.waiters.is_empty());
+        let Some(key) = idle.min_by_key(|(_, link)| link.used).map(|(key, _)| key.clone()) else {
+            return false;
+        };
+        self.drop_link(&key);
+        true
+    }
+
+    fn drop_link(&mut self, key: &LinkKey) -> Option<Link> {
+        self.timers.cancel(&Timer::Link(key.clone()));
+        self.links.known.remove(key)
+    }
+
+    /// A fetch that waited ends.
+    pub(crate) fn unwant_link(&mut self, number: u64, key: &LinkKey) {
+        if let Some(link) = self.links.known.get_mut(key) {
+            link.waiters.remove(&number);
+        }
+    }
+
+    fn ask_link(&mut self, key: &LinkKey) {
+        let (now, most) = (self.now, self.interval());
+        let Some(link) = self.links.known.get_mut(key) else {
+            return;
+        };
+        link.asking = true;
+        let body = Body::LinkOpen {
+            name: key.name.clone(),
+            decode: key.decode.clone(),
+            policy: self.config.policy,
+            envelope: link.send_envelope.then(|| Box::new((*link.envelope).clone())),
+            known: link.pair.as_ref().map(|pair| pair.engine.clone()),
+        };
+        let again = now + link.pause;
+        link.pause = (link.pause * 2).min(most);
+        self.say(&key.home, 0, body);
+        self.timers.set(Timer::Link(key.clone()), again);
+    }
+
+    pub(crate) fn link_due(&mut self, key: &LinkKey) {
+        let now = self.now;
+        let Some(link) = self.links.known.get_mut(key) else {
+            return;
+        };
+        if !link.waiters.is_empty() {
+            return self.ask_link(key);
+        }
+        link.asking = false;
+        let until = link.used + self.config.deadline_us * IDLE;
+        if until <= now {
+            self.drop_link(key);
+        } else {
+            self.timers.set(Timer::Link(key.clone()), until);
+        }
+    }
+
+    /// The question is answered for good; nobody waits any more.
+    fn rest_link(&mut self, key: &LinkKey) -> BTreeSet<u64> {
+        let until = self.now + self.config.deadline_us * IDLE;
+        let Some(link) = self.links.known.get_mut(key) else {
+            return BTreeSet::new();
+        };
+        link.asking = false;
+        let waiters = std::mem::take(&mut link.waiters);
+        self.timers.set(Timer::Link(key.clone()), until);
+        waiters
+    }
+
+    pub(crate) fn on_no_link(&mut self, peer: &PeerAddress, name: String, decode: EngineId, cause: Fault) {
+        let key = LinkKey {
+            decode,
+            home: peer.clone(),
+            name,
+        };
+        let Some(link) = self.links.known.get_mut(&key).filter(|link| link.asking) else {
+            return;
+        };
+        let cause = from_peer(cause, &peer.0);
+        if cause.code == Code::EngineUnknown {
+            // It may attach yet; the home has kept nothing, but will say when it needs our envelope.
+            link.send_envelope = false;
+            link.terms = None;
+            for number in link.waiters.clone() {
+                self.fetch_waits_because(number, &cause);
+            }
+            return;
+        }
+        for number in self.rest_link(&key) {
+            self.fail_fetch(number, cause.clone());
+        }
+    }
+
+    pub(crate) fn on_link_needs_envelope(&mut self, peer: &PeerAddress, name: String, decode: EngineId) {
+        let key = LinkKey {
+            decode,
+            home: peer.clone(),
+            name,
+        };
+        let link = self.links.known.get_mut(&key);
+        if let Some(link) = link.filter(|link| link.asking && !link.send_envelope) {
+            link.send_envelope = true;
+            self.ask_link(&key);
+        }
+    }
+
+    pub(crate) fn on_link_answer(&mut self, peer: &PeerAddress, incarnation: u64, answer: LinkAnswer) {
+        if *answer.engine.home != *peer.0 || answer.engine.home_incarnation != incarnation {
+            return;
+        }
+        let key = LinkKey {
+            decode: answer.decode.clone(),
+            home: peer.clone(),
+            name: answer.engine.name.clone(),
+        };
+        let Some(link) = self.links.known.get_mut(&key).filter(|link| link.asking) else {
+            return;
+        };
+        link.send_envelope = false;
+        if let Err(cause) = self.learn_pair(&key, &answer) {
+            let Some(cause) = cause else {
+                return self.ask_link(&key);
+            };
+            return self.refuse_link(&key, &answer.engine, &cause);
+        }
+        let Some(link) = self.links.known.get_mut(&key) else {
+            return;
+        };
+        let Some(pair) = &link.pair else {
+            return;
+        };
+        if pair.judged.verdict.allows() {
+            return self.learn_seats(&key, answer.seats);
+        }
+        let verdict = pair.judged.verdict.clone();
+        let cause = Fault {
+            mismatches: verdict.mismatches.clone(),
+            ..Fault::new(
+                Code::LinkRefused,
+                format!(
+                    "engines {} and {} do not fit: {}",
+                    key.name,
+                    key.decode.name,
+                    summary(&verdict.mismatches)
+                ),
+            )
+        };
+        for number in self.rest_link(&key) {
+            if let Some(session) = self.fetch_session(number) {
+                let event = Event::Refused {
+                    engine: key.name.clone(),
+                    verdict: verdict.clone(),
+                };
+                self.event(session, event);
+            }
+            self.fail_fetch(number, cause.clone());
+        }
+    }
+
+    /// Judges the pair here too, unless that was done. `Err(None)`: the envelope is needed first.
+    fn learn_pair(&mut self, key: &LinkKey, answer: &LinkAnswer) -> Result<(), Option<Fault>> {
+        let policy = self.config.policy.stricter(answer.policy);
+        let own = self.is_own(&key.home);
+        let Some(link) = self.links.known.get_mut(key) else {
+            return Ok(());
+        };
+        let known = link.pair.as_ref().filter(|pair| pair.engine == answer.engine);
+        if known.is_none_or(|pair| pair.judged.policy != policy) {
+            let envelope = match (&answer.envelope, known) {
+                (Some(envelope), _) => {
+                    if !own {
+                        envelope.validate().map_err(|invalid| {
+                            Some(Fault::new(
+                                Code::ProtocolViolation,
+                                format!("{} sent an invalid envelope: {invalid}", key.home.0),
+                            ))
+                        })?;
+                    }
+                    Arc::new((**envelope).clone())
+                }
+                (None, Some(pair)) => pair.envelope.clone(),
+                (None, None) => {
+                    link.pair = None;
+                    return Err(None);
+                }
+            };
+            let judged = Judgement::new(&envelope, link.envelope.clone(), policy);
+            link.pair = Some(Pair {
+                engine: answer.engine.clone(),
+                envelope,
+                judged,
+            });
+        }
+        match &link.pair {
+            Some(pair) if !pair.judged.agrees(&answer.verdict, answer.digest) => Err(Some(Fault::new(
+                Code::VerdictsDiffer,
+                format!(
+                    "{} finds engines {} and {} {}, this daemon {}{}",
+                    key.home.0,
+                    key.name,
+                    key.decode.name,
+                    outcome_word(answer.verdict.outcome),
+                    outcome_word(pair.judged.verdict.outcome),
+                    if pair.judged.digest() == answer.digest {
+                        ""
+                    } else {
+                        ", with another plan"
+                    }
+                ),
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// The daemons disagree: whoever waits fails, and the home is told.
+    fn refuse_link(&mut self, key: &LinkKey, engine: &EngineId, cause: &Fault) {
+        self.tell_link_failed(key, engine, cause);
+        for number in self.rest_link(key) {
+            self.fail_fetch(number, cause.clone());
+        }
+    }
+
+    /// Tells the home, once, that this side or the daemon of another rank refuses the pair.
+    pub(crate) fn tell_link_failed(&mut self, key: &LinkKey, engine: &EngineId, cause: &Fault) {
+        let Some(link) = self.links.known.get_mut(key) else {
+            return;
+        };
+        if link.told.as_ref() == Some(engine) {
+            return;
+        }
+        link.told = Some(engine.clone());
+        let mut mismatches = cause.mismatches.clone();
+        if mismatches.is_empty() {
+            mismatches.push(Mismatch {
+                code: cause.code,
+                field: "verdict".to_owned(),
+                prefill: key.home.0.to_string(),
+                decode: self.own().0.to_string(),
+                why: cause.message.clone(),
+                fix: cause.code.entry().fix.to_owned(),
+            });
+        }
+        let verdict = Verdict {
+            outcome: Outcome::Refused,
+            policy: self.config.policy,
+            mismatches,
+            bridged: Vec::new(),
+            warnings: Vec::new(),
+        };
+        let body = Body::LinkFailed {
+            engine: engine.clone(),
+            decode: key.decode.clone(),
+            verdict: Box::new(verdict),
+        };
+        self.say(&key.home, engine.home_incarnation, body);
+    }
+
+    fn learn_seats(&mut self, key: &LinkKey, seats: Vec<Option<Seat>>) {
+        let seats: Result<Vec<Option<SeatAt>>, &str> = seats.into_iter().map(seat_at).collect();
+        let Some(link) = self.links.known.get_mut(key) else {
+            return;
+        };
+        let Some(Pair {
+            engine,
+            envelope,
+            judged,
+        }) = &link.pair
+        else {
+            return;
+        };
+        let seats = match seats {
+            Ok(seats) if seats.len() == envelope.ranks.len() => seats,
+            _ => {
+                let cause = Fault::new(
+                    Code::ProtocolViolation,
+                    format!("{} names its ranks' daemons wrongly", key.home.0),
+                );
+                for number in self.rest_link(key) {
+                    self.fail_fetch(number, cause.clone());
+                }
+                return;
+            }
+        };
+        link.over.retain(|over| seats.iter().flatten().any(|seat| seat == over));
+        let missing: Vec<String> = seats
+            .iter()
+            .enumerate()
+            .filter(|(_, seat)| seat.as_ref().is_none_or(|seat| link.over.contains(seat)))
+            .map(|(rank, _)| rank.to_string())
+            .collect();
+        if !missing.is_empty() {
+            let cause = Fault::new(
+                Code::RankMissing,
+                format!(
+                    "of engine {} at {}, rank {} is not attached",
+                    key.name,
+                    key.home.0,
+                    missing.join(", ")
+                ),
+            );
+            for number in link.waiters.clone() {
+                self.fetch_waits_because(number, &cause);
+            }
+            return;
+        }
+        let Some((plan, digest)) = &judged.plan else {
+            return;
+        };
+        let terms = Arc::new(Terms {
+            engine: engine.clone(),
+            decode: key.decode.clone(),
+            envelope: envelope.clone(),
+            plan: plan.clone(),
+            digest: *digest,
+            seats: seats.into_iter().flatten().collect(),
+        });
+        link.terms = Some(terms.clone());
+        let (policy, ours) = (self.config.policy, link.envelope.clone());
+        self.offer_link(key, &terms, policy, &ours);
+        for number in self.rest_link(key) {
+            self.bind_fetch(number, terms.clone());
+        }
+    }
+
+    /// The other ranks' daemons judge as well.
+    fn offer_link(&mut self, key: &LinkKey, terms: &Terms, policy: Policy, ours: &Envelope) {
+        let daemons: BTreeSet<(PeerAddress, u64)> = terms
+            .seats
+            .iter()
+            .filter(|seat| seat.peer != key.home)
+            .map(|seat| (seat.peer.clone(), seat.incarnation))
+            .collect();
+        for (peer, incarnation) in daemons {
+            self.offer_link_to(&peer, incarnation, terms, policy, ours);
+        }
+    }
+
+    pub(crate) fn offer_link_to(
+        &mut self,
+        peer: &PeerAddress,
+        incarnation: u64,
+        terms: &Terms,
+        policy: Policy,
+        ours: &Envelope,
+    ) {
+        let body = Body::LinkOffer {
+            engine: terms.engine.clone(),
+            decode: terms.decode.clone(),
+            policy,
+            envelope: Box::new(ours.clone()),
+        };
+        self.say(peer, incarnation, body);
+    }
+
+    /// A rank's life turned out to be over: the next fetch asks the home where the rank is now.
+    pub(crate) fn seat_is_over(&mut self, key: &LinkKey, seat: SeatAt) {
+        if let Some(link) = self.links.known.get_mut(key) {
+            if link.terms.as_ref().is_none_or(|terms| terms.seats.contains(&seat)) {
+                link.terms = None;
+                link.over.insert(seat);
+            }
+        }
+    }
+
+    /// The peer is gone: links with engines whose home it is, or that have ranks there.
+    pub(crate) fn lose_links(&mut self, peer: &PeerAddress, cause: &Fault) {
+        let keys: Vec<LinkKey> = self.links.known.keys().cloned().collect();
+        for key in keys {
+            if key.home == *peer {
+                if let Some(link) = self.drop_link(&key) {
+                    for number in link.waiters {
+                        self.fail_fetch(number, cause.clone());
+                    }
+                }
+            } else if let Some(link) = self.links.known.get_mut(&key) {
+                let there = |terms: &Arc<Terms>| terms.seats.iter().any(|seat| seat.peer == *peer);
+                if link.terms.as_ref().is_some_and(there) {
+                    link.terms = None;
+                }
+            }
+        }
+    }
+}
+
+pub(crate) fn outcome_word(outcome: Outcome) -> &'static str {
+    match outcome {
+        Outcome::Compatible => "compatible",
+        Outcome::Bridgeable => "bridgeable",
+        Outcome::Refused => "refused",
+    }
+}
+
+fn summary(mismatches: &[Mismatch]) -> String {
+    let one = |mismatch: &Mismatch| {
+        format!(
+            "{} ({}: {} against {})",
+            mismatch.code, mismatch.field, mismatch.prefill, mismatch.decode
+        )
+    };
+    mismatches.iter().map(one).collect::<Vec<_>>().join("; ")
+}
+
+fn seat_at(seat: Option<Seat>) -> Result<Option<SeatAt>, &'static str> {
+    let Some(seat) = seat else {
+        return Ok(None);
+    };
+    Ok(Some(SeatAt {
+        peer: parse_address(&seat.address)?,
+        incarnation: seat.incarnation,
+        life: seat.life,
+    }))
+}
