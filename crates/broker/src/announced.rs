@@ -154,7 +154,10 @@ impl Announced {
     }
 
     fn insert(&mut self, key: PartKey, part: Part) {
-        self.waiting.entry(part.publish_key(&key)).or_default().insert(key.clone());
+        self.waiting
+            .entry(part.publish_key(&key))
+            .or_default()
+            .insert(key.clone());
         *self.per_peer.entry(key.peer.clone()).or_default() += 1;
         self.parts.insert(key, part);
     }
@@ -235,7 +238,8 @@ impl Broker {
         let Some(judged) = self.judgements.get(&announce.engine, &announce.decode) else {
             return Err(PartState::NeedsLink);
         };
-        self.consider_fetch(key, announce, offer, &judged, pages).map_err(PartState::Failed)
+        self.consider_fetch(key, announce, offer, &judged, pages)
+            .map_err(PartState::Failed)
     }
 
     fn consider_fetch(
@@ -256,10 +260,18 @@ impl Broker {
             });
         };
         if *digest != announce.digest {
-            return Err(Fault::new(Code::VerdictsDiffer, "this daemon has another plan for the pair"));
+            return Err(Fault::new(
+                Code::VerdictsDiffer,
+                "this daemon has another plan for the pair",
+            ));
         }
         let most = self.config.limits.announced_per_peer;
-        if self.announced.per_peer.get(&key.peer).is_some_and(|count| *count >= most) {
+        if self
+            .announced
+            .per_peer
+            .get(&key.peer)
+            .is_some_and(|count| *count >= most)
+        {
             return Err(Fault::new(
                 Code::OverLimit,
                 format!("{most} fetches of ranks at {} wait or move here", key.peer.0),
@@ -268,15 +280,24 @@ impl Broker {
         crate::fetches::check_id(&announce.transfer)?;
         let (tokens, least) = (announce.tokens, announce.least);
         if tokens.from > least || least > tokens.to {
-            return Err(Fault::new(Code::TokensInvalid, format!("{tokens:?}, at least to {least}")));
+            return Err(Fault::new(
+                Code::TokensInvalid,
+                format!("{tokens:?}, at least to {least}"),
+            ));
         }
         let held = match pages {
             Some(held) => held.clone(),
             None => {
                 // Once an announcement: its ranks share the lists.
                 self.pages.check(&announce.pages)?;
-                check_pages(&judged.envelope, announce.decode_rank, &announce.pages, tokens.to, true)
-                    .map_err(faults::from_plan)?;
+                check_pages(
+                    &judged.envelope,
+                    announce.decode_rank,
+                    &announce.pages,
+                    tokens.to,
+                    true,
+                )
+                .map_err(faults::from_plan)?;
                 pages.insert(self.pages.take(announce.pages.clone())?).clone()
             }
         };
@@ -344,7 +365,8 @@ impl Broker {
     fn accept_part(&mut self, key: PartKey, part: Part) {
         let publish_key = part.publish_key(&key);
         self.announced.insert(key.clone(), part);
-        self.timers.set(Timer::Part(key.clone()), self.now + self.interval());
+        self.timers
+            .set(Timer::Part(key.clone()), self.now + self.interval());
         self.supersede_publishes(&publish_key);
         if self.publishes.get(&publish_key).is_some() {
             self.bind_part(&key);
@@ -445,7 +467,10 @@ impl Broker {
         match part.stage {
             Stage::Ended => return,
             Stage::Waiting if part.heard + deadline <= now => {
-                let cause = Fault::new(Code::Deadline, format!("{} no longer speaks of the fetch", key.peer.0));
+                let cause = Fault::new(
+                    Code::Deadline,
+                    format!("{} no longer speaks of the fetch", key.peer.0),
+                );
                 return self.part_failed_here(key, &cause);
             }
             Stage::Waiting | Stage::Bound => {}
@@ -506,7 +531,10 @@ impl Broker {
             Stage::Bound | Stage::Waiting => {
                 let cause = Fault::new(
                     Code::ProtocolViolation,
-                    format!("{} calls a fetch delivered whose publish is not final", key.peer.0),
+                    format!(
+                        "{} calls a fetch delivered whose publish is not final",
+                        key.peer.0
+                    ),
                 );
                 self.fail_part(key, cause);
             }
@@ -527,7 +555,10 @@ impl Broker {
                 serving.untake(rank, key);
             }
         }
-        let cause = Fault::new(Code::StaleIncarnation, "the fetch was withdrawn to be announced anew");
+        let cause = Fault::new(
+            Code::StaleIncarnation,
+            "the fetch was withdrawn to be announced anew",
+        );
         self.end_part(key, Some(&cause));
     }
 
@@ -635,7 +666,10 @@ impl Broker {
     /// A daemon whose ranks fetch is gone, and its fetches with it.
     pub(crate) fn lose_fetchers(&mut self, peer: &PeerAddress, cause: &Fault) {
         let cause = faults::from_peer(cause.clone(), &peer.0);
-        for key in self.announced.keys(|key, part| key.peer == *peer && part.stage != Stage::Ended) {
+        for key in self
+            .announced
+            .keys(|key, part| key.peer == *peer && part.stage != Stage::Ended)
+        {
             let Some(part) = self.announced.get(&key) else {
                 continue;
             };

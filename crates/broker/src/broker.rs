@@ -143,6 +143,12 @@ impl Broker {
         crate::status::counts(self)
     }
 
+    /// Memories of what ended, so that repeats are refused and late questions answered: (name, count). They
+    /// are bounded ([`crate::Limits`]) and go with time.
+    pub fn remembered(&self) -> Vec<(String, u64)> {
+        crate::status::remembered(self)
+    }
+
     /// The engines attached here.
     pub fn engines(&self) -> Vec<EngineStatus> {
         crate::status::engines(self)

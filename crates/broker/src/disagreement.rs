@@ -34,7 +34,13 @@ fn identity(ours: &Envelope, theirs: &Envelope) -> Option<String> {
         .or_else(|| field("identity.weights_digest", &a.weights_digest, &b.weights_digest))
         .or_else(|| field("identity.config_digest", &a.config_digest, &b.config_digest))
         .or_else(|| field("identity.framework", &a.framework, &b.framework))
-        .or_else(|| field("identity.framework_version", &a.framework_version, &b.framework_version))
+        .or_else(|| {
+            field(
+                "identity.framework_version",
+                &a.framework_version,
+                &b.framework_version,
+            )
+        })
         .or_else(|| {
             field(
                 "identity.prefill_context_parallel",
@@ -49,7 +55,9 @@ fn identity(ours: &Envelope, theirs: &Envelope) -> Option<String> {
 fn list<T: PartialEq + Debug>(name: &str, ours: &[T], theirs: &[T]) -> Option<String> {
     field(&format!("number of {name}s"), &ours.len(), &theirs.len()).or_else(|| {
         let pairs = ours.iter().zip(theirs).enumerate();
-        pairs.into_iter().find_map(|(at, (a, b))| field(&format!("{name}.{at}"), a, b))
+        pairs
+            .into_iter()
+            .find_map(|(at, (a, b))| field(&format!("{name}.{at}"), a, b))
     })
 }
 

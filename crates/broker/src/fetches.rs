@@ -134,7 +134,9 @@ impl Fetches {
             attempt: 0,
         };
         let range = self.by_transfer.range((life, first)..);
-        range.take_while(move |((other, _), _)| *other == life).map(|(_, number)| *number)
+        range
+            .take_while(move |((other, _), _)| *other == life)
+            .map(|(_, number)| *number)
     }
 
     /// Where a copy within this daemon writes: a fetch under way that has no job yet for this rank.
@@ -146,7 +148,10 @@ impl Fetches {
     }
 
     pub(crate) fn set_job(&mut self, number: u64, rank: u32, job: JobId) {
-        let part = self.open.get_mut(&number).and_then(|fetch| fetch.parts.get_mut(&rank));
+        let part = self
+            .open
+            .get_mut(&number)
+            .and_then(|fetch| fetch.parts.get_mut(&rank));
         if let Some(part) = part {
             part.job = Some(job);
         }
@@ -170,7 +175,10 @@ impl Fetches {
     }
 
     pub(crate) fn next_expiry(&self) -> Option<Micros> {
-        [self.attempts.next_expiry(), self.ended.next_expiry()].into_iter().flatten().min()
+        [self.attempts.next_expiry(), self.ended.next_expiry()]
+            .into_iter()
+            .flatten()
+            .min()
     }
 }
 
@@ -226,7 +234,9 @@ impl Broker {
         self.check_room(life)?;
         let pages = self.pages.take(call.pages)?;
         let number = self.number();
-        self.fetches.by_transfer.insert((life, call.transfer.clone()), number);
+        self.fetches
+            .by_transfer
+            .insert((life, call.transfer.clone()), number);
         let fetch = Fetch {
             rank: life,
             transfer: call.transfer,
@@ -438,7 +448,9 @@ impl Broker {
         };
         let state = cause.clone().map_or(FetchState::Delivered, FetchState::Failed);
         self.fetches.ended.put(number, state.clone(), until);
-        self.fetches.by_transfer.remove(&(fetch.rank, fetch.transfer.clone()));
+        self.fetches
+            .by_transfer
+            .remove(&(fetch.rank, fetch.transfer.clone()));
         self.fetches.attempts.put(fetch.rank, &fetch.transfer, until);
         if cause.is_none() {
             for (peer, incarnation) in fetch.daemons() {
@@ -458,7 +470,9 @@ impl Broker {
         fetch.parts.clear();
         fetch.terms = None;
         fetch.end = None;
-        self.fetches.by_transfer.insert((fetch.rank, fetch.transfer.clone()), number);
+        self.fetches
+            .by_transfer
+            .insert((fetch.rank, fetch.transfer.clone()), number);
         self.fetches.open.insert(number, fetch);
         self.watch_fetch(number);
         self.find_link(number);
@@ -563,8 +577,11 @@ impl Fetch {
     /// Phase, peer and bytes done, for causes.
     pub(crate) fn standing(&self) -> String {
         let at = |ranks: &[(u32, &Wanted)]| {
-            let names: Vec<String> =
-                ranks.iter().take(8).map(|(rank, part)| format!("{rank} at {}", part.seat.peer.0)).collect();
+            let names: Vec<String> = ranks
+                .iter()
+                .take(8)
+                .map(|(rank, part)| format!("{rank} at {}", part.seat.peer.0))
+                .collect();
             let more = if ranks.len() > 8 { ", ..." } else { "" };
             format!("{}{more}", names.join(", "))
         };
@@ -578,13 +595,19 @@ impl Fetch {
             parts(|heard| matches!(heard, Heard::Ready(_))),
         );
         let phase = if matches!(self.stage, Stage::Linking) {
-            format!("waiting for the link with {} at {}", self.link.name, self.link.home.0)
+            format!(
+                "waiting for the link with {} at {}",
+                self.link.name, self.link.home.0
+            )
         } else if !silent.is_empty() {
             format!("waiting for an answer of prefill rank {}", at(&silent))
         } else if !unpublished.is_empty() {
             format!("waiting for the publish of prefill rank {}", at(&unpublished))
         } else if !unfinished.is_empty() {
-            format!("waiting for the final publish of prefill rank {}", at(&unfinished))
+            format!(
+                "waiting for the final publish of prefill rank {}",
+                at(&unfinished)
+            )
         } else {
             let moving: Vec<_> = self.parts.iter().filter(|(_, part)| !part.is_done()).collect();
             let moving: Vec<_> = moving.into_iter().map(|(rank, part)| (*rank, part)).collect();

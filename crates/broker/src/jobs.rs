@@ -146,7 +146,10 @@ impl Broker {
             return;
         };
         let unasked = !job.closing;
-        let cause = Fault::new(Code::Internal, "the data plane closed a job that it was not asked to");
+        let cause = Fault::new(
+            Code::Internal,
+            "the data plane closed a job that it was not asked to",
+        );
         if let Some((number, rank)) = job.fetch {
             self.fetch_job_closed(number, rank, &job, &tally, job.complete);
             if unasked {

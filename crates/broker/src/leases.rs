@@ -27,7 +27,9 @@ pub(crate) struct Forgone {
 
 impl Forgone {
     pub(crate) fn new(most: usize) -> Forgone {
-        Forgone { by: Memory::new(most) }
+        Forgone {
+            by: Memory::new(most),
+        }
     }
 
     pub(crate) fn take(&mut self, key: &PublishKey) -> BTreeMap<EngineId, Option<Fault>> {

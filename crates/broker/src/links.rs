@@ -46,7 +46,6 @@ pub(crate) struct SeatAt {
 pub(crate) struct Terms {
     pub(crate) engine: EngineId,
     pub(crate) decode: EngineId,
-    pub(crate) envelope: Arc<Envelope>,
     pub(crate) plan: Arc<LinkPlan>,
     pub(crate) digest: [u8; 32],
     /// By prefill rank.
@@ -144,7 +143,11 @@ impl Broker {
 
     /// Makes room by dropping the link that was unused for the longest.
     fn forget_idle_link(&mut self) -> bool {
-        let idle = self.links.known.iter().filter(|(_, link)| link.waiters.is_empty());
+        let idle = self
+            .links
+            .known
+            .iter()
+            .filter(|(_, link)| link.waiters.is_empty());
         let Some(key) = idle.min_by_key(|(_, link)| link.used).map(|(key, _)| key.clone()) else {
             return false;
         };
@@ -426,7 +429,8 @@ impl Broker {
                 return;
             }
         };
-        link.over.retain(|over| seats.iter().flatten().any(|seat| seat == over));
+        link.over
+            .retain(|over| seats.iter().flatten().any(|seat| seat == over));
         let missing: Vec<String> = seats
             .iter()
             .enumerate()
@@ -454,7 +458,6 @@ impl Broker {
         let terms = Arc::new(Terms {
             engine: engine.clone(),
             decode: key.decode.clone(),
-            envelope: envelope.clone(),
             plan: plan.clone(),
             digest: *digest,
             seats: seats.into_iter().flatten().collect(),
@@ -500,7 +503,11 @@ impl Broker {
     /// A rank's life turned out to be over: the next fetch asks the home where the rank is now.
     pub(crate) fn seat_is_over(&mut self, key: &LinkKey, seat: SeatAt) {
         if let Some(link) = self.links.known.get_mut(key) {
-            if link.terms.as_ref().is_none_or(|terms| terms.seats.contains(&seat)) {
+            if link
+                .terms
+                .as_ref()
+                .is_none_or(|terms| terms.seats.contains(&seat))
+            {
                 link.terms = None;
                 link.over.insert(seat);
             }

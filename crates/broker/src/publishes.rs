@@ -107,7 +107,9 @@ impl Publishes {
             attempt: 0,
         };
         let range = self.open.range((life, first)..);
-        range.map(|(key, _)| key).take_while(move |(other, _)| *other == life)
+        range
+            .map(|(key, _)| key)
+            .take_while(move |(other, _)| *other == life)
     }
 
     pub(crate) fn any_of(&self, life: RankLife) -> bool {
@@ -129,7 +131,10 @@ impl Publishes {
     }
 
     pub(crate) fn next_expiry(&self) -> Option<Micros> {
-        [self.attempts.next_expiry(), self.ended.next_expiry()].into_iter().flatten().min()
+        [self.attempts.next_expiry(), self.ended.next_expiry()]
+            .into_iter()
+            .flatten()
+            .min()
     }
 }
 
@@ -156,11 +161,7 @@ impl Broker {
     }
 
     /// Returns whether an earlier publish's page lists changed.
-    fn accept_publish(
-        &mut self,
-        session: SessionId,
-        call: PublishCall,
-    ) -> Result<(PublishKey, bool), Fault> {
+    fn accept_publish(&mut self, session: SessionId, call: PublishCall) -> Result<(PublishKey, bool), Fault> {
         check_id(&call.transfer)?;
         check_small(&call)?;
         let (life, rank) = self.attached(session)?;
@@ -234,7 +235,9 @@ impl Broker {
         let announced = self.announced.attempts_of(life, id);
         // A fetch of a higher attempt that waits makes this one stale; one of the same attempt waits for it.
         let above = announced.filter(|attempt| *attempt > call.transfer.attempt);
-        self.publishes.attempts.check(life, &call.transfer, open.chain(above))?;
+        self.publishes
+            .attempts
+            .check(life, &call.transfer, open.chain(above))?;
         self.check_siblings(life, Side::Publish, &call.transfer)?;
         self.check_room(life)?;
         let pages = self.pages.take(pages)?;
@@ -407,7 +410,11 @@ impl Broker {
             .get(life)
             .map(|rank| (rank.rank, rank.envelope.identity.engine.clone()))
             .unwrap_or_default();
-        let peers: Vec<&str> = publish.servings.keys().map(|engine| engine.name.as_str()).collect();
+        let peers: Vec<&str> = publish
+            .servings
+            .keys()
+            .map(|engine| engine.name.as_str())
+            .collect();
         self.emit(Output::Record(Record {
             transfer,
             engine,
@@ -433,7 +440,10 @@ fn check_small(call: &PublishCall) -> Result<(), Fault> {
     if call.serves == 0 || call.serves > MAX_SERVES {
         return Err(Fault::new(
             Code::ProtocolViolation,
-            format!("serves {}; a publish serves 1 to {MAX_SERVES} decode engines", call.serves),
+            format!(
+                "serves {}; a publish serves 1 to {MAX_SERVES} decode engines",
+                call.serves
+            ),
         ));
     }
     Ok(())
@@ -454,7 +464,9 @@ fn normal(ready: Ready) -> Result<Ready, Fault> {
         ));
     }
     match ready.end {
-        Some(end) if end < front => wrong(format!("the end {end} is below the {front} tokens that are ready")),
+        Some(end) if end < front => wrong(format!(
+            "the end {end} is below the {front} tokens that are ready"
+        )),
         Some(end) => Ok(Ready::complete(end)),
         None => Ok(Ready {
             front_tokens: front,

@@ -80,7 +80,10 @@ impl Ranks {
     /// Live ranks of this life of an engine.
     pub(crate) fn of_engine(&self, engine: &EngineId) -> Vec<RankLife> {
         let of = |rank: &Rank| rank.leaving.is_none() && rank.engine.as_ref() == Some(engine);
-        self.iter().filter(|(_, rank)| of(rank)).map(|(life, _)| life).collect()
+        self.iter()
+            .filter(|(_, rank)| of(rank))
+            .map(|(life, _)| life)
+            .collect()
     }
 
     pub(crate) fn session(&self, life: RankLife) -> Option<SessionId> {
@@ -141,7 +144,10 @@ impl Broker {
                     "the attachment that was taken back still has transfers that end; attach again after `detached`",
                 )
             } else {
-                Fault::new(Code::RankAttached, "this connection is attached already; open one a rank")
+                Fault::new(
+                    Code::RankAttached,
+                    "this connection is attached already; open one a rank",
+                )
             });
         }
         if self.ranks.lives.len() >= self.config.max_ranks {
@@ -165,7 +171,10 @@ impl Broker {
             None => self.own().clone(),
             Some(text) => parse_address(&text).map_err(|why| {
                 let shown: String = text.chars().take(100).collect();
-                Fault::new(Code::AddressInvalid, format!("home {shown:?}: {why}; write HOST:PORT"))
+                Fault::new(
+                    Code::AddressInvalid,
+                    format!("home {shown:?}: {why}; write HOST:PORT"),
+                )
             })?,
         };
         let name = &envelope.identity.engine;
@@ -276,7 +285,11 @@ impl Broker {
 
     /// Attaches that still wait are refused: the daemon ends.
     pub(crate) fn refuse_joins(&mut self) {
-        let waits = |rank: &Rank| rank.joining.as_ref().is_some_and(|joining| joining.call.is_some());
+        let waits = |rank: &Rank| {
+            rank.joining
+                .as_ref()
+                .is_some_and(|joining| joining.call.is_some())
+        };
         let lives: Vec<RankLife> = self
             .ranks
             .iter()
@@ -315,7 +328,11 @@ impl Broker {
             let Some(rank) = self.ranks.get_mut(life) else {
                 continue;
             };
-            if rank.joining.as_ref().is_some_and(|joining| joining.call.is_some()) {
+            if rank
+                .joining
+                .as_ref()
+                .is_some_and(|joining| joining.call.is_some())
+            {
                 let cause = Fault::new(
                     Code::HomeUnreachable,
                     format!("home {}: {}: {}", peer.0, cause.code, cause.message),

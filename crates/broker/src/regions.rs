@@ -58,7 +58,11 @@ impl Rank {
                 ));
             }
         }
-        Ok(self.regions.iter().map(|(number, region)| (*number, region.key)).collect())
+        Ok(self
+            .regions
+            .iter()
+            .map(|(number, region)| (*number, region.key))
+            .collect())
     }
 }
 
@@ -133,7 +137,10 @@ impl Broker {
             .and_then(|life| Some((life, self.ranks.live(life)?)));
         match found {
             Some((life, rank)) if rank.engine.is_some() => Ok((life, rank)),
-            _ => Err(Fault::new(Code::NotAttached, "attach first, and wait for the answer")),
+            _ => Err(Fault::new(
+                Code::NotAttached,
+                "attach first, and wait for the answer",
+            )),
         }
     }
 
@@ -142,7 +149,10 @@ impl Broker {
             Ok((life, _)) => life,
             Err(fault) => return self.answer(session, number, Err(fault)),
         };
-        let entry = self.ranks.get_mut(life).and_then(|rank| rank.regions.get_mut(&region));
+        let entry = self
+            .ranks
+            .get_mut(life)
+            .and_then(|rank| rank.regions.get_mut(&region));
         match entry {
             Some(entry) if entry.unregistering.is_none() => {
                 entry.unregistering = Some(number);

@@ -121,7 +121,10 @@ impl Broker {
                 format!("engine {name} has no rank {rank}"),
             ));
         }
-        let taken = self.directory.get(&name).and_then(|engine| engine.seats.get(&rank));
+        let taken = self
+            .directory
+            .get(&name)
+            .and_then(|engine| engine.seats.get(&rank));
         if let Some(place) = taken {
             // A daemon has one life of a rank at a time, and numbers them upwards; a restarted daemon has none.
             let replaces = place.peer == *peer && (place.incarnation != incarnation || place.life <= life);
@@ -145,11 +148,15 @@ impl Broker {
             name: name.clone(),
             life: fresh,
         };
-        let engine = self.directory.engines.entry(name.clone()).or_insert_with(|| HomeEngine {
-            id,
-            envelope: Arc::from(envelope),
-            seats: BTreeMap::new(),
-        });
+        let engine = self
+            .directory
+            .engines
+            .entry(name.clone())
+            .or_insert_with(|| HomeEngine {
+                id,
+                envelope: Arc::from(envelope),
+                seats: BTreeMap::new(),
+            });
         engine.seats.insert(
             rank,
             Place {
@@ -160,7 +167,8 @@ impl Broker {
             },
         );
         let id = engine.id.clone();
-        self.timers.hasten(Timer::Seats(name), self.now + self.config.deadline_us);
+        self.timers
+            .hasten(Timer::Seats(name), self.now + self.config.deadline_us);
         Ok(id)
     }
 
@@ -206,7 +214,11 @@ impl Broker {
         life: u64,
     ) {
         let now = self.now;
-        let engine = self.directory.engines.get_mut(&id.name).filter(|engine| engine.id == id);
+        let engine = self
+            .directory
+            .engines
+            .get_mut(&id.name)
+            .filter(|engine| engine.id == id);
         let place = engine.and_then(|engine| engine.seats.get_mut(&rank));
         match place {
             Some(place) if place.peer == *peer && place.incarnation == incarnation && place.life == life => {
@@ -225,10 +237,7 @@ impl Broker {
         life: u64,
     ) {
         self.drop_seats(Some(name), |number, place| {
-            *number == rank
-                && place.peer == *peer
-                && place.incarnation == incarnation
-                && place.life == life
+            *number == rank && place.peer == *peer && place.incarnation == incarnation && place.life == life
         });
     }
 
@@ -266,7 +275,11 @@ impl Broker {
 
     /// Passes something on to the daemons of an engine's ranks, but for one of them.
     pub(crate) fn tell_ranks(&mut self, id: &EngineId, but: Option<&PeerAddress>, body: Body) {
-        let daemons = self.directory.of_id(id).map(HomeEngine::daemons).unwrap_or_default();
+        let daemons = self
+            .directory
+            .of_id(id)
+            .map(HomeEngine::daemons)
+            .unwrap_or_default();
         for (peer, incarnation) in daemons {
             if Some(&peer) != but {
                 self.say(&peer, incarnation, body.clone());

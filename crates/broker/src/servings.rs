@@ -9,7 +9,7 @@ use crate::Broker;
 use crate::announced::{Part, PartKey, Stage};
 use crate::faults::{for_sibling, with};
 use crate::io::{DataCommand, JobId, Micros};
-use crate::peer::{EngineId, PartState};
+use crate::peer::EngineId;
 use crate::publishes::{Publish, PublishKey};
 use crate::wanted::{check_length, check_state};
 
@@ -70,11 +70,15 @@ impl Publish {
     /// When the first of those it serves has stalled for too long; `None`: it serves nobody now.
     pub(crate) fn next_deadline(&self, deadline: Micros) -> Option<Micros> {
         let open = self.servings.values().filter(|serving| serving.outcome.is_none());
-        open.map(|serving| serving.progress.max(self.stepped) + deadline).min()
+        open.map(|serving| serving.progress.max(self.stepped) + deadline)
+            .min()
     }
 
     pub(crate) fn stalled(&self, now: Micros, deadline: Micros) -> Vec<EngineId> {
-        let open = self.servings.iter().filter(|(_, serving)| serving.outcome.is_none());
+        let open = self
+            .servings
+            .iter()
+            .filter(|(_, serving)| serving.outcome.is_none());
         open.filter(|(_, serving)| serving.progress.max(self.stepped) + deadline <= now)
             .map(|(engine, _)| engine.clone())
             .collect()
@@ -83,7 +87,11 @@ impl Publish {
     /// Phase, peers and bytes done, for causes.
     pub(crate) fn standing(&self) -> String {
         let mut serving = Vec::new();
-        for (engine, serving_it) in self.servings.iter().filter(|(_, serving)| serving.outcome.is_none()) {
+        for (engine, serving_it) in self
+            .servings
+            .iter()
+            .filter(|(_, serving)| serving.outcome.is_none())
+        {
             let missing: Vec<String> = (0..serving_it.of)
                 .filter(|rank| !serving_it.taken.contains_key(rank))
                 .take(8)
@@ -134,18 +142,25 @@ impl Publish {
             Some(Outcome::Failed(cause)) => return Err(Unserved::Refused(cause.clone())),
             Some(Outcome::Declined) => return refuse(Code::Declined, "the engine declined it".to_owned()),
             Some(Outcome::Delivered) => {
-                return refuse(Code::TransferExists, "the engine has fetched it already".to_owned());
+                return refuse(
+                    Code::TransferExists,
+                    "the engine has fetched it already".to_owned(),
+                );
             }
         }
         if let Some(other) = serving.taken.get(&part.decode_rank) {
             let delivered = serving.delivered.contains(&part.decode_rank);
-            let anew = (&other.peer, other.incarnation) == (&key.peer, key.incarnation) && other.fetch < key.fetch;
+            let anew =
+                (&other.peer, other.incarnation) == (&key.peer, key.incarnation) && other.fetch < key.fetch;
             if !delivered && anew {
                 return Err(Unserved::Replaces(other.clone()));
             }
             return refuse(
                 Code::TransferExists,
-                format!("rank {} of engine {} fetched it before", part.decode_rank, part.decode.name),
+                format!(
+                    "rank {} of engine {} fetched it before",
+                    part.decode_rank, part.decode.name
+                ),
             );
         }
         serving.taken.insert(part.decode_rank, key.clone());
@@ -342,7 +357,11 @@ impl Broker {
             return;
         };
         let cause = with(cause, &publish.standing());
-        let Some(serving) = publish.servings.get_mut(engine).filter(|serving| serving.outcome.is_none()) else {
+        let Some(serving) = publish
+            .servings
+            .get_mut(engine)
+            .filter(|serving| serving.outcome.is_none())
+        else {
             return;
         };
         let rank = by.and_then(|by| serving.taken.iter().find(|(_, key)| *key == by));
@@ -351,7 +370,12 @@ impl Broker {
             None => cause.clone(),
         };
         serving.outcome = Some(Outcome::Failed(cause));
-        let others: Vec<PartKey> = serving.taken.values().filter(|key| Some(*key) != by).cloned().collect();
+        let others: Vec<PartKey> = serving
+            .taken
+            .values()
+            .filter(|key| Some(*key) != by)
+            .cloned()
+            .collect();
         for other in others {
             self.part_failed_here(&other, &told);
         }
@@ -385,7 +409,9 @@ impl Broker {
         };
         let room = publish.servings.len() < usize::try_from(publish.serves).unwrap_or(usize::MAX);
         if room && !publish.servings.contains_key(engine) {
-            publish.servings.insert(engine.clone(), Serving::forgone(None, now));
+            publish
+                .servings
+                .insert(engine.clone(), Serving::forgone(None, now));
             self.check_served(key);
             self.watch_publish(key);
         }
@@ -396,8 +422,11 @@ impl Broker {
         let Some(publish) = self.publishes.get(key) else {
             return;
         };
-        let outcomes: Vec<&Outcome> =
-            publish.servings.values().filter_map(|serving| serving.outcome.as_ref()).collect();
+        let outcomes: Vec<&Outcome> = publish
+            .servings
+            .values()
+            .filter_map(|serving| serving.outcome.as_ref())
+            .collect();
         if u32::try_from(outcomes.len()).is_ok_and(|ended| ended < publish.serves) {
             return;
         }
@@ -408,8 +437,15 @@ impl Broker {
         let declined = outcomes.iter().all(|outcome| **outcome == Outcome::Declined);
         let cause = failed.or_else(|| {
             declined.then(|| {
-                let names: Vec<&str> = publish.servings.keys().map(|engine| engine.name.as_str()).collect();
-                Fault::new(Code::Declined, format!("engine {} will not fetch it", names.join(", ")))
+                let names: Vec<&str> = publish
+                    .servings
+                    .keys()
+                    .map(|engine| engine.name.as_str())
+                    .collect();
+                Fault::new(
+                    Code::Declined,
+                    format!("engine {} will not fetch it", names.join(", ")),
+                )
             })
         });
         // The decode side's daemons tell the other ranks.
@@ -426,12 +462,8 @@ fn check_part(part: &Part, publish: &Publish) -> Result<(), Fault> {
     let Some(map) = &part.map else {
         return Ok(());
     };
-    let lists = &publish.pages.lists;
-    let source = match publish.end() {
-        Some(end) => map.cut(end).check_source(lists),
-        None => map.check_ready(&publish.ready, lists),
-    };
-    source.map_err(crate::faults::from_plan)
+    map.check_ready(&publish.ready, &publish.pages.lists)
+        .map_err(crate::faults::from_plan)
 }
 
 /// What the fetch needs to know of what is ready: nothing beyond what it wants.

@@ -53,20 +53,17 @@ impl Broker {
             Some((attempt, cause)) if *attempt == transfer.attempt => Err(cause.clone()),
             Some((attempt, _)) if *attempt > transfer.attempt => Err(Fault::new(
                 Code::StaleAttempt,
-                format!("attempt {} of {}: attempt {attempt} has ended", transfer.attempt, transfer.id),
+                format!(
+                    "attempt {} of {}: attempt {attempt} has ended",
+                    transfer.attempt, transfer.id
+                ),
             )),
             _ => Ok(()),
         }
     }
 
     /// Tells the other ranks of this one's engine, here and elsewhere, that its side of a transfer failed.
-    pub(crate) fn fail_siblings(
-        &mut self,
-        life: RankLife,
-        side: Side,
-        transfer: &TransferId,
-        cause: &Fault,
-    ) {
+    pub(crate) fn fail_siblings(&mut self, life: RankLife, side: Side, transfer: &TransferId, cause: &Fault) {
         let Some(rank) = self.ranks.get(life) else {
             return;
         };
@@ -110,9 +107,16 @@ impl Broker {
         }
         let key = (failure.engine.clone(), failure.side, failure.transfer.id.clone());
         let attempt = failure.transfer.attempt;
-        if self.engine_ends.failed.get(&key).is_none_or(|(known, _)| *known < attempt) {
+        if self
+            .engine_ends
+            .failed
+            .get(&key)
+            .is_none_or(|(known, _)| *known < attempt)
+        {
             let until = self.remember_until();
-            self.engine_ends.failed.put(key, (attempt, failure.cause.clone()), until);
+            self.engine_ends
+                .failed
+                .put(key, (attempt, failure.cause.clone()), until);
         }
         for life in lives {
             match failure.side {
@@ -138,7 +142,11 @@ impl Attempts {
 
     pub(crate) fn put(&mut self, life: RankLife, transfer: &TransferId, until: Micros) {
         let key = (life, transfer.id.clone());
-        if self.highest.get(&key).is_none_or(|known| *known <= transfer.attempt) {
+        if self
+            .highest
+            .get(&key)
+            .is_none_or(|known| *known <= transfer.attempt)
+        {
             self.highest.put(key, transfer.attempt, until);
         }
     }

@@ -90,7 +90,11 @@ mod tests {
             "kvferry://node:1/a/b",
             "kvferry://no de:1/x",
         ] {
-            assert_eq!(parse_source(text).unwrap_err().code, Code::AddressInvalid, "{text}");
+            assert_eq!(
+                parse_source(text).unwrap_err().code,
+                Code::AddressInvalid,
+                "{text}"
+            );
         }
     }
 }

@@ -120,7 +120,8 @@ impl Broker {
                 continue;
             }
             let lists = fetch.pages.lists.clone();
-            let map = ChunkMap::new(&terms.plan, prefill, rank.rank, fetch.tokens, lists).map_err(from_plan)?;
+            let map =
+                ChunkMap::new(&terms.plan, prefill, rank.rank, fetch.tokens, lists).map_err(from_plan)?;
             self.check_path(&seat.peer, map.total_bytes())?;
             maps.push(Some(map));
         }
@@ -387,12 +388,7 @@ pub(crate) fn check_length(end: u64, least: u64) -> Result<(), Fault> {
 }
 
 /// Recurrent state is that of the whole prompt: it must not pass for the state after fewer tokens.
-pub(crate) fn check_state(
-    decode: &Envelope,
-    pages: &PageLists,
-    end: u64,
-    wanted: u64,
-) -> Result<(), Fault> {
+pub(crate) fn check_state(decode: &Envelope, pages: &PageLists, end: u64, wanted: u64) -> Result<(), Fault> {
     let fetched = |component: &&Component| {
         let list = pages.groups.get(usize::from(component.page_group));
         component.unit == Unit::Slot && list.is_some_and(|list| list.iter().any(|slot| *slot != ABSENT))

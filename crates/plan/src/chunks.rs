@@ -205,6 +205,32 @@ impl ChunkMap {
         Ok(())
     }
 
+    /// The same for what is ready before the end is known: of a window or of recurrent state, nothing is.
+    /// Where it passes, every chunk that [`ChunkMap::is_ready`] has its pages at the source.
+    pub fn check_ready(&self, ready: &Ready, prefill_pages: &PageLists) -> Result<(), PlanError> {
+        if let Some(end) = ready.end {
+            return self.cut(end).check_source(prefill_pages);
+        }
+        let mut checked: Option<(&Stream, u64)> = None;
+        for stream in self.streams() {
+            if stream.unit == Unit::Slot || stream.window.is_some() {
+                continue;
+            }
+            let front = stream
+                .layers
+                .first()
+                .is_some_and(|base| base.layer < ready.front_layers);
+            let to = if front { ready.front_tokens } else { ready.tokens };
+            let to = to.max(self.fetch.range.from);
+            if checked.is_some_and(|(other, as_far)| as_far == to && stream.same_rows(other)) {
+                continue;
+            }
+            self.cut(to).check_stream(stream, prefill_pages)?;
+            checked = Some((stream, to));
+        }
+        Ok(())
+    }
+
     fn check_stream(&self, stream: &Stream, prefill_pages: &PageLists) -> Result<(), PlanError> {
         let group = stream.groups[SOURCE];
         let error = |code, what: String| PlanError {

@@ -1,0 +1,301 @@
+//! What must hold, kept as it happens: who holds which page, what was accepted, how it ended.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kvferry_broker::{JobId, Record, RegionKey, SessionId};
+use kvferry_control::{Event, TransferId};
+use kvferry_handshake::{Code, PageLists, TokenRange};
+
+use crate::engines::{place, row};
+use crate::geometry::{HEADS, LAYERS, PAGE, page_bytes};
+use crate::sim::Cluster;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Side {
+    Publish,
+    Fetch,
+}
+
+/// A transfer of one rank, on one side.
+pub(crate) type Tag = (Side, TransferId);
+
+#[derive(Clone, Debug)]
+pub(crate) struct Want {
+    pub(crate) from: usize,
+    pub(crate) tokens: TokenRange,
+    pub(crate) pages: PageLists,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Ledger {
+    /// Region to its rank and the holders of its pages.
+    pub(crate) regions: BTreeMap<RegionKey, (usize, BTreeMap<u32, Tag>)>,
+    /// Which transfer a job works for, from its first byte on: (node, job, write).
+    jobs: BTreeMap<(usize, JobId, bool), (usize, Tag)>,
+    /// Accepted and not ended: when anything last happened to it.
+    pub(crate) open: BTreeMap<(usize, SessionId, Tag), u64>,
+    wants: BTreeMap<(usize, SessionId, TransferId), Want>,
+    /// Ended, by event; of live sessions.
+    pub(crate) ended: BTreeMap<(usize, SessionId, Tag), Option<Code>>,
+    /// Ended, by record: every end, also of ranks that are gone.
+    pub(crate) records: BTreeMap<(usize, Tag), Vec<Option<Code>>>,
+    dead: BTreeSet<(usize, SessionId)>,
+    pub(crate) codes: BTreeMap<(Code, &'static str), u64>,
+    pub(crate) events: BTreeMap<&'static str, u64>,
+    pub(crate) delivered_bytes: u64,
+}
+
+impl Ledger {
+    pub(crate) fn saw_code(&mut self, code: Code, how: &'static str) {
+        *self.codes.entry((code, how)).or_default() += 1;
+    }
+
+    pub(crate) fn hold(&mut self, region: RegionKey, page: u32, tag: Tag) {
+        let pages = &mut self.regions.get_mut(&region).expect("a region").1;
+        let before = pages.insert(page, tag);
+        assert!(
+            before.is_none(),
+            "the engine takes a page that something holds: {before:?}"
+        );
+    }
+
+    pub(crate) fn free(&mut self, region: RegionKey, page: u32) {
+        if let Some((_, pages)) = self.regions.get_mut(&region) {
+            pages.remove(&page);
+        }
+    }
+
+    pub(crate) fn accepted(&mut self, rank: usize, session: SessionId, tag: &Tag, now: u64) {
+        let key = (rank, session, tag.clone());
+        assert!(
+            !self.ended.contains_key(&key),
+            "{key:?} is accepted after its end"
+        );
+        self.open.insert(key, now);
+    }
+
+    pub(crate) fn is_open(&self, rank: usize, session: SessionId, tag: &Tag) -> bool {
+        self.open.contains_key(&(rank, session, tag.clone()))
+    }
+
+    pub(crate) fn wants(
+        &mut self,
+        rank: usize,
+        session: SessionId,
+        transfer: &TransferId,
+        from: usize,
+        tokens: TokenRange,
+        pages: &PageLists,
+    ) {
+        let want = Want {
+            from,
+            tokens,
+            pages: pages.clone(),
+        };
+        self.wants
+            .entry((rank, session, transfer.clone()))
+            .or_insert(want);
+    }
+
+    pub(crate) fn session_died(&mut self, rank: usize, session: SessionId) {
+        self.dead.insert((rank, session));
+        self.open
+            .retain(|(other, of, _), _| (*other, *of) != (rank, session));
+    }
+
+    /// Everything of a node is gone, without a word.
+    pub(crate) fn node_died(&mut self, node: usize) {
+        self.jobs.retain(|(of, _, _), _| *of != node);
+    }
+
+    pub(crate) fn saw_event(&mut self, rank: usize, session: SessionId, event: &Event, now: u64) {
+        let (name, transfer) = match event {
+            Event::Matched { transfer, .. } => ("matched", Some(transfer)),
+            Event::Progress { transfer, .. } => ("progress", Some(transfer)),
+            Event::Delivered { transfer, .. } => ("delivered", Some(transfer)),
+            Event::Failed { transfer, cause, .. } => {
+                self.saw_code(cause.code, "failed");
+                ("failed", Some(transfer))
+            }
+            Event::Refused { verdict, .. } => {
+                for mismatch in &verdict.mismatches {
+                    self.saw_code(mismatch.code, "refused");
+                }
+                ("refused", None)
+            }
+            Event::Detached { cause } => {
+                self.saw_code(cause.code, "detached");
+                ("detached", None)
+            }
+        };
+        *self.events.entry(name).or_default() += 1;
+        let Some(transfer) = transfer else {
+            return;
+        };
+        assert!(!self.dead.contains(&(rank, session)));
+        let keys = [Side::Publish, Side::Fetch].map(|side| (rank, session, (side, transfer.clone())));
+        match event {
+            Event::Matched { .. } | Event::Progress { .. } => {
+                let mut open = false;
+                for key in &keys {
+                    if let Some(at) = self.open.get_mut(key) {
+                        *at = now;
+                        open = true;
+                    }
+                }
+                assert!(open, "{event:?} of a transfer of rank {rank} that is not open");
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Cluster {
+    /// Bytes were read or written: only of pages whose holder is open, and always for the same transfer.
+    pub(crate) fn check_touched(&mut self, node: usize) {
+        let now = self.now;
+        for touch in std::mem::take(&mut self.nodes[node].data.touched) {
+            let (rank, pages) = self.ledger.regions.get(&touch.region).expect("a region");
+            let rank = *rank;
+            let page = u32::try_from(touch.offset / page_bytes(self.tp(rank))).unwrap();
+            let tag = pages.get(&page).cloned();
+            let Some(tag) = tag else {
+                panic!("{touch:?} of page {page} of rank {rank}, which nothing holds: it is settled");
+            };
+            let side = if touch.write { Side::Fetch } else { Side::Publish };
+            assert_eq!(tag.0, side, "{touch:?} of rank {rank}'s {tag:?}");
+            let key = (node, touch.job, touch.write);
+            let known = self.ledger.jobs.entry(key).or_insert_with(|| (rank, tag.clone()));
+            assert_eq!(
+                *known,
+                (rank, tag.clone()),
+                "{touch:?} works for another transfer than before"
+            );
+            let mut open = self
+                .ledger
+                .open
+                .iter_mut()
+                .filter(|((of, _, other), _)| *of == rank && *other == tag);
+            if let Some((_, at)) = open.next() {
+                *at = now;
+            }
+        }
+    }
+
+    pub(crate) fn released(&mut self, node: usize, key: RegionKey) {
+        let memory = self.nodes[node].data.memory.remove(&key);
+        assert!(memory.is_some(), "{key:?} is released once");
+        // Nothing may hold pages of it but what has no session to hold them for.
+        let (rank, pages) = self.ledger.regions.remove(&key).expect("a region");
+        assert!(
+            pages.is_empty(),
+            "rank {rank}'s region is released under {pages:?}"
+        );
+    }
+
+    /// A transfer ended on one side, for one rank.
+    pub(crate) fn recorded(&mut self, node: usize, record: Record) {
+        let side = match record.side {
+            "publish" => Side::Publish,
+            "fetch" => Side::Fetch,
+            other => panic!("a record of side {other}"),
+        };
+        let tag = (side, record.transfer.clone());
+        let rank = self
+            .ranks
+            .iter()
+            .position(|rank| {
+                rank.node == node
+                    && rank.rank == record.rank
+                    && self.engines[rank.engine].envelope.identity.engine == record.engine
+            })
+            .expect("a record of a rank");
+        if let Some(cause) = &record.cause {
+            self.ledger.saw_code(cause.code, "record");
+            assert!(!cause.message.is_empty());
+        }
+        let code = record.cause.as_ref().map(|cause| cause.code);
+        let event = self.ranks[rank]
+            .session
+            .map(|session| (rank, session, tag.clone()));
+        if let Some(key) = event.filter(|key| self.ledger.open.remove(key).is_some()) {
+            let (session, last) = (key.1, self.ranks[rank].events.last().cloned());
+            match last {
+                Some(Event::Delivered {
+                    transfer,
+                    tokens,
+                    report,
+                    ..
+                }) => {
+                    assert_eq!(
+                        (transfer, None),
+                        (tag.1.clone(), code),
+                        "the record tells what the event told"
+                    );
+                    assert_eq!(report, record.report);
+                    if side == Side::Fetch {
+                        self.check_delivered(rank, session, &tag.1, tokens);
+                    }
+                }
+                Some(Event::Failed { transfer, cause, .. }) => {
+                    assert_eq!((transfer, Some(cause.code)), (tag.1.clone(), code));
+                }
+                other => panic!("{key:?} ended with {other:?}"),
+            }
+            let before = self.ledger.ended.insert(key.clone(), code);
+            assert!(before.is_none(), "{key:?} ends twice");
+        }
+        self.ledger
+            .records
+            .entry((rank, tag.clone()))
+            .or_default()
+            .push(code);
+        // Settled: the pages are the engine's again.
+        self.give_back(rank, &tag);
+        for (_, (of, pages)) in &mut self.ledger.regions {
+            if *of == rank && self.ranks[rank].session.is_none() {
+                pages.retain(|_, holder| *holder != tag);
+            }
+        }
+    }
+
+    /// Every byte that was asked for is there, written once, and no other byte of those pages.
+    fn check_delivered(&mut self, rank: usize, session: SessionId, transfer: &TransferId, end: u64) {
+        let want = self
+            .ledger
+            .wants
+            .get(&(rank, session, transfer.clone()))
+            .cloned()
+            .expect("it was asked for");
+        let name = self.engines[want.from].envelope.identity.engine.clone();
+        let (tp, number, node) = (self.tp(rank), self.ranks[rank].rank, self.ranks[rank].node);
+        assert!(end <= want.tokens.to);
+        for part in 0u16..2 {
+            let (key, _) = self.ranks[rank].regions[&part];
+            let memory = &self.nodes[node].data.memory[&key];
+            for token in 0..want.pages.groups[0].len() as u64 * u64::from(PAGE) {
+                for layer in 0..LAYERS {
+                    for head in 0..HEADS {
+                        let Some(at) = place(tp, number, &want.pages.groups[0], layer, head, token) else {
+                            continue;
+                        };
+                        let at = usize::try_from(at).unwrap();
+                        let wanted = (want.tokens.from..end).contains(&token);
+                        let expected = if wanted {
+                            (row(&name, transfer, layer, part, head, token), 1)
+                        } else {
+                            ([0xee; 4], 0)
+                        };
+                        let found: [u8; 4] = memory.bytes[at..at + 4].try_into().unwrap();
+                        assert_eq!(
+                            (found, memory.writes[at]),
+                            expected,
+                            "rank {rank} {transfer:?} token {token} layer {layer} part {part} head {head}"
+                        );
+                        self.ledger.delivered_bytes += if wanted { 4 } else { 0 };
+                    }
+                }
+            }
+        }
+    }
+}
