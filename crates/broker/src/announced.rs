@@ -550,10 +550,10 @@ impl Broker {
         if part.stage == Stage::Ended {
             return;
         }
-        if let Some(publish) = self.publishes.get_mut(&publish_key) {
-            if let Some(serving) = publish.servings.get_mut(&decode) {
-                serving.untake(rank, key);
-            }
+        if let Some(publish) = self.publishes.get_mut(&publish_key)
+            && let Some(serving) = publish.servings.get_mut(&decode)
+        {
+            serving.untake(rank, key);
         }
         let cause = Fault::new(
             Code::StaleIncarnation,

@@ -36,14 +36,13 @@ impl<K: Ord + Clone, V> Memory<K, V> {
     }
 
     fn forget_oldest(&mut self) {
-        if let Some((_, number, key)) = self.order.pop_front() {
-            if self
+        if let Some((_, number, key)) = self.order.pop_front()
+            && self
                 .entries
                 .get(&key)
                 .is_some_and(|(current, _)| *current == number)
-            {
-                self.entries.remove(&key);
-            }
+        {
+            self.entries.remove(&key);
         }
     }
 

@@ -73,11 +73,11 @@ impl Broker {
     }
 
     pub(crate) fn close_job(&mut self, id: JobId) {
-        if let Some(job) = self.jobs.open.get_mut(&id) {
-            if !job.closing {
-                job.closing = true;
-                self.data(DataCommand::Close { job: id });
-            }
+        if let Some(job) = self.jobs.open.get_mut(&id)
+            && !job.closing
+        {
+            job.closing = true;
+            self.data(DataCommand::Close { job: id });
         }
     }
 

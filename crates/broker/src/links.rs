@@ -502,15 +502,14 @@ impl Broker {
 
     /// A rank's life turned out to be over: the next fetch asks the home where the rank is now.
     pub(crate) fn seat_is_over(&mut self, key: &LinkKey, seat: SeatAt) {
-        if let Some(link) = self.links.known.get_mut(key) {
-            if link
+        if let Some(link) = self.links.known.get_mut(key)
+            && link
                 .terms
                 .as_ref()
                 .is_none_or(|terms| terms.seats.contains(&seat))
-            {
-                link.terms = None;
-                link.over.insert(seat);
-            }
+        {
+            link.terms = None;
+            link.over.insert(seat);
         }
     }
 

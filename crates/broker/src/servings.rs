@@ -196,10 +196,8 @@ impl Broker {
             held: part.tokens.from,
         };
         self.announced.bind(key);
-        if first {
-            if let Some(session) = self.ranks.session(publish_key.0) {
-                self.event(session, event);
-            }
+        if first && let Some(session) = self.ranks.session(publish_key.0) {
+            self.event(session, event);
         }
         self.open_part(key, &publish_key);
         self.advance_part(key, false);
@@ -272,14 +270,14 @@ impl Broker {
         let ready = clipped(publish.ready, part.tokens.to);
         let pages = pages_changed.then(|| publish.pages.lists.clone());
         let begun = ready.end.is_some() || ready.front_tokens > 0;
-        if let Some(job) = part.job.filter(|job| self.job_takes_orders(*job)) {
-            if begun || pages_changed {
-                self.data(DataCommand::Ready {
-                    job,
-                    ready,
-                    source_pages: pages,
-                });
-            }
+        if let Some(job) = part.job.filter(|job| self.job_takes_orders(*job))
+            && (begun || pages_changed)
+        {
+            self.data(DataCommand::Ready {
+                job,
+                ready,
+                source_pages: pages,
+            });
         }
         self.tell_part_state(key, 0);
     }

@@ -36,7 +36,7 @@ pub(crate) fn parse_source(text: &str) -> Result<Source, Fault> {
     if engine.is_empty() || engine.len() > MAX_ENGINE || engine.contains('/') {
         return Err(invalid("the engine's name is empty, too long or holds a slash"));
     }
-    let home = parse_address(address).map_err(|why| invalid(why))?;
+    let home = parse_address(address).map_err(invalid)?;
     Ok(Source {
         home,
         engine: engine.to_owned(),

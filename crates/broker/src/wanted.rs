@@ -263,11 +263,11 @@ impl Broker {
             PartState::Final { end, metadata } => self.part_final(number, rank, end, metadata),
             PartState::Failed(cause) => {
                 let cause = from_peer(cause, &format!("prefill rank {rank} at {}", peer.0));
-                if matches!(cause.code, Code::LinkRefused | Code::VerdictsDiffer) {
-                    if let Some(terms) = fetch.terms.clone() {
-                        let key = fetch.link.clone();
-                        self.tell_link_failed(&key, &terms.engine, &cause);
-                    }
+                if matches!(cause.code, Code::LinkRefused | Code::VerdictsDiffer)
+                    && let Some(terms) = fetch.terms.clone()
+                {
+                    let key = fetch.link.clone();
+                    self.tell_link_failed(&key, &terms.engine, &cause);
                 }
                 self.fail_fetch(number, cause);
             }

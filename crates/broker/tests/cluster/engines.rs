@@ -234,10 +234,8 @@ impl Cluster {
                 self.ranks[rank].regions.remove(region);
             }
             (Asked::Transfer(tag), Ok(_)) => self.ledger.accepted(rank, session, tag, self.now),
-            (Asked::Transfer(tag), Err(_)) => {
-                if !self.ledger.is_open(rank, session, tag) {
-                    self.give_back(rank, tag);
-                }
+            (Asked::Transfer(tag), Err(_)) if !self.ledger.is_open(rank, session, tag) => {
+                self.give_back(rank, tag);
             }
             _ => {}
         }

@@ -252,7 +252,7 @@ impl Cluster {
             .push(code);
         // Settled: the pages are the engine's again.
         self.give_back(rank, &tag);
-        for (_, (of, pages)) in &mut self.ledger.regions {
+        for (of, pages) in self.ledger.regions.values_mut() {
             if *of == rank && self.ranks[rank].session.is_none() {
                 pages.retain(|_, holder| *holder != tag);
             }
