@@ -1,0 +1,11 @@
+//! Tests of the built `kvferry`, as a person or a script uses it.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    reason = "a panic in a test is a failed test, and its numbers are small"
+)]
+
+mod exit_codes;
+mod plan_is_exact;
+mod program;
