@@ -23,12 +23,12 @@ pub struct Launch {
     pub framework_version: String,
     /// Tensor-parallel size.
     pub tp: u32,
-    /// Pipeline stages. Rank numbers run over TP ranks first: `stage * tp + tp_rank`.
+    /// Pipeline stages. Rank numbers run over TP ranks, then prefill context-parallel ranks, then stages.
     pub pp: Stages,
     /// Decode context parallelism, of everything but recurrent state. A rank's DCP rank is
     /// `tp_rank % dcp.size`, and the ranks of one DCP group own the same heads.
     pub dcp: Dcp,
-    /// Prefill context-parallel size.
+    /// Prefill context-parallel size: this many ranks hold the same.
     pub prefill_cp: u32,
     /// Tokens a page holds.
     pub page_size: u32,
@@ -54,6 +54,9 @@ pub struct Launch {
 pub struct Arrangement {
     /// Tensor-parallel size.
     pub tp: u32,
+    /// Prefill context-parallel size: this many ranks hold the same. Rank numbers run over TP ranks, then over
+    /// these, then over stages.
+    pub cp: u32,
     /// Layers of each pipeline stage; higher ids than their sum lie on the last stage.
     pub stages: Vec<u32>,
     /// Order of tokens and heads inside a page.
@@ -199,6 +202,7 @@ impl Launch {
     pub fn arrangement(&self, model: &ModelShape) -> Result<Arrangement, LaunchError> {
         Ok(Arrangement {
             tp: self.tp,
+            cp: self.prefill_cp,
             stages: self.pp.counts(model.layers)?,
             order: self.order,
             allocation: self.allocation,
@@ -284,7 +288,7 @@ impl Arrangement {
                 end
             };
             first = end;
-            for tp_rank in 0..self.tp {
+            for tp_rank in (0..self.cp).flat_map(|_| 0..self.tp) {
                 let mut held = Vec::new();
                 for component in components {
                     let of_stage = component
@@ -317,11 +321,9 @@ impl Arrangement {
             self.stages.len() as u64,
             MAX_RANKS,
         )?;
-        bounded(
-            "the number of ranks",
-            self.stages.len() as u64 * u64::from(self.tp),
-            MAX_RANKS,
-        )?;
+        bounded("the prefill context-parallel size", self.cp.into(), MAX_RANKS)?;
+        let ranks = self.stages.len() as u64 * u64::from(self.tp) * u64::from(self.cp);
+        bounded("the number of ranks", ranks, MAX_RANKS)?;
         bounded(
             "the number of components",
             components.len() as u64,
@@ -358,9 +360,10 @@ impl Arrangement {
             }
             pieces += component.parts.len() * component.layers.len();
         }
+        let ranks = u64::from(self.tp) * u64::from(self.cp);
         bounded(
-            "layers times parts times TP ranks",
-            pieces as u64 * u64::from(self.tp),
+            "layers times parts times ranks",
+            pieces as u64 * ranks,
             MAX_PLACED,
         )
     }

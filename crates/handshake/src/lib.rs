@@ -7,6 +7,7 @@
 
 mod catalogue;
 mod compare;
+mod convert;
 mod element;
 mod envelope;
 mod errors_page;
@@ -24,6 +25,7 @@ mod wire;
 
 pub use catalogue::{Area, Code, Entry, Retry};
 pub use compare::compare;
+pub use convert::{ConvertError, ConvertOptions, Converted, Framework, Note, convert};
 pub use element::{Element, UnknownElement};
 pub use envelope::{
     Component, Dcp, Envelope, HeadSpan, Identity, Kind, PageGroup, Part, Placement, Rank, Role, Scales,

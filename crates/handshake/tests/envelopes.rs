@@ -271,6 +271,23 @@ fn heads_are_split_and_replicated_and_ranks_run_over_tp_first() {
 }
 
 #[test]
+fn prefill_context_parallel_ranks_hold_the_same() {
+    let model = ModelShape::new("m", 4).kv(0..4, 8, 16);
+    let launch = Launch {
+        tp: 2,
+        prefill_cp: 3,
+        pp: Stages::Even(2),
+        ..Launch::default()
+    };
+    let envelope = launch.envelope(&model).unwrap();
+    assert_eq!(envelope.ranks.len(), 12);
+    assert_eq!(envelope.ranks[0].placements, envelope.ranks[4].placements);
+    assert_eq!(envelope.ranks[1].placements, envelope.ranks[5].placements);
+    assert_ne!(envelope.ranks[0].placements, envelope.ranks[1].placements);
+    assert_ne!(envelope.ranks[0].placements, envelope.ranks[6].placements);
+}
+
+#[test]
 fn dcp_ranks_of_a_group_own_the_same_heads() {
     let model = ModelShape::new("m", 2).kv(0..2, 8, 16);
     for tp in [2, 8, 16] {

@@ -86,6 +86,8 @@ pub(super) struct DcpEntry {
 #[serde(deny_unknown_fields)]
 pub(super) struct ArrangementEntry {
     pub(super) tp: u32,
+    #[serde(default = "one")]
+    pub(super) cp: u32,
     pub(super) stages: Option<Vec<u32>>,
     #[serde(default = "nhd")]
     pub(super) order: OrderEntry,

@@ -33,6 +33,7 @@ pub(super) fn arranged(envelope: &Envelope, arrangement: &Arrangement, notes: &[
     declared(&mut out, envelope);
     let Arrangement {
         tp,
+        cp,
         stages,
         order,
         allocation,
@@ -41,7 +42,10 @@ pub(super) fn arranged(envelope: &Envelope, arrangement: &Arrangement, notes: &[
     let stages: Vec<String> = stages.iter().map(u32::to_string).collect();
     put(
         &mut out,
-        format_args!("\n[arrangement]\ntp = {tp}\nstages = [{}]\n", stages.join(", ")),
+        format_args!(
+            "\n[arrangement]\ntp = {tp}\ncp = {cp}\nstages = [{}]\n",
+            stages.join(", ")
+        ),
     );
     let order = match order {
         Order::Nhd => "NHD",

@@ -220,6 +220,7 @@ fn arranged(
         .map_or(1, |l| l.saturating_add(1));
     let arrangement = Arrangement {
         tp: keys.tp,
+        cp: keys.cp,
         stages: keys.stages.clone().unwrap_or_else(|| vec![layers]),
         order: keys.order.into(),
         allocation: keys.allocation.into(),

@@ -1,0 +1,209 @@
+//! A launch command's words, as far as they decide the geometry. What is not looked at is listed, so that it can be
+//! noted.
+
+use std::collections::BTreeMap;
+
+use super::{ConvertError, Framework};
+use crate::element::Element;
+
+/// What a flag is followed by.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Takes {
+    Value,
+    Nothing,
+}
+
+/// A flag, under all its names; the first is the one it is kept by.
+type Flag = (&'static [&'static str], Takes);
+
+/// vLLM's flags: docs.vllm.ai, engine arguments.
+const VLLM: &[Flag] = &[
+    (&["--model"], Takes::Value),
+    (&["--revision"], Takes::Value),
+    (&["--dtype"], Takes::Value),
+    (&["--kv-cache-dtype"], Takes::Value),
+    (&["--block-size"], Takes::Value),
+    (&["--tensor-parallel-size", "-tp"], Takes::Value),
+    (&["--pipeline-parallel-size", "-pp"], Takes::Value),
+    (&["--data-parallel-size", "-dp"], Takes::Value),
+    (&["--decode-context-parallel-size", "-dcp"], Takes::Value),
+    (
+        &["--cp-kv-cache-interleave-size", "--dcp-kv-cache-interleave-size"],
+        Takes::Value,
+    ),
+    (&["--prefill-context-parallel-size", "-pcp"], Takes::Value),
+    (&["--num-gpu-blocks-override"], Takes::Value),
+    (&["--mamba-cache-dtype"], Takes::Value),
+    (&["--mamba-ssm-cache-dtype"], Takes::Value),
+    (&["--speculative-config", "-sc"], Takes::Value),
+    (&["--hf-overrides"], Takes::Value),
+    (&["--hf-config-path"], Takes::Value),
+    (&["--attention-backend"], Takes::Value),
+    (&["--kv-transfer-config"], Takes::Value),
+    (&["--disable-hybrid-kv-cache-manager"], Takes::Nothing),
+    (&["--no-disable-hybrid-kv-cache-manager"], Takes::Nothing),
+    (&["--disable-sliding-window"], Takes::Nothing),
+];
+
+/// SGLang's flags: docs.sglang.io, server arguments.
+const SGLANG: &[Flag] = &[
+    (&["--model-path", "--model"], Takes::Value),
+    (&["--revision"], Takes::Value),
+    (&["--dtype"], Takes::Value),
+    (&["--kv-cache-dtype"], Takes::Value),
+    (&["--page-size"], Takes::Value),
+    (&["--tp-size", "--tp", "--tensor-parallel-size"], Takes::Value),
+    (&["--pp-size", "--pp", "--pipeline-parallel-size"], Takes::Value),
+    (&["--dp-size", "--dp", "--data-parallel-size"], Takes::Value),
+    (&["--dcp-size", "--decode-context-parallel-size"], Takes::Value),
+    (
+        &["--attn-cp-size", "--attention-context-parallel-size"],
+        Takes::Value,
+    ),
+    (&["--mamba-ssm-dtype"], Takes::Value),
+    (&["--speculative-algorithm", "--speculative-algo"], Takes::Value),
+    (&["--json-model-override-args"], Takes::Value),
+    (&["--attention-backend"], Takes::Value),
+    (&["--prefill-attention-backend"], Takes::Value),
+    (&["--decode-attention-backend"], Takes::Value),
+    (&["--disaggregation-mode"], Takes::Value),
+    (&["--enable-dp-attention"], Takes::Nothing),
+    (&["--disable-hybrid-swa-memory"], Takes::Nothing),
+];
+
+/// What was given.
+pub(super) struct Given {
+    values: BTreeMap<&'static str, String>,
+    switches: Vec<&'static str>,
+    variables: BTreeMap<String, String>,
+    /// The model, where it stands without a flag.
+    pub(super) positional_model: Option<String>,
+    /// Flags that were not looked at.
+    pub(super) ignored: Vec<String>,
+}
+
+impl Given {
+    pub(super) fn parse(framework: Framework, words: &[String]) -> Result<Given, ConvertError> {
+        let flags = match framework {
+            Framework::Vllm => VLLM,
+            Framework::Sglang => SGLANG,
+        };
+        let mut given = Given {
+            values: BTreeMap::new(),
+            switches: Vec::new(),
+            variables: BTreeMap::new(),
+            positional_model: None,
+            ignored: Vec::new(),
+        };
+        let mut words = words.iter().peekable();
+        let mut after_serve = false;
+        while let Some(word) = words.next() {
+            if !word.starts_with('-') {
+                match word.split_once('=') {
+                    Some((name, value)) if name.bytes().all(|b| b.is_ascii_uppercase() || b == b'_') => {
+                        given.variables.insert(name.to_owned(), value.to_owned());
+                    }
+                    _ if after_serve => given.positional_model = Some(word.clone()),
+                    _ => {}
+                }
+                after_serve = word == "serve";
+                continue;
+            }
+            after_serve = false;
+            let (name, inline) = match word.split_once('=') {
+                Some((name, value)) => (name, Some(value.to_owned())),
+                None => (word.as_str(), None),
+            };
+            let written = match name.starts_with("--") {
+                true => name.replace('_', "-"),
+                false => name.to_owned(),
+            };
+            let Some((names, takes)) = flags.iter().find(|(names, _)| names.contains(&written.as_str()))
+            else {
+                // Of a flag that is not known, it is not known whether a value follows either.
+                if inline.is_none() {
+                    words.next_if(|next| !next.starts_with('-'));
+                }
+                if name.starts_with("--") {
+                    given.ignored.push(name.to_owned());
+                }
+                continue;
+            };
+            match takes {
+                Takes::Nothing => given.switches.push(names[0]),
+                Takes::Value => {
+                    let value = inline.or_else(|| words.next_if(|next| !next.starts_with("--")).cloned());
+                    let value = value.ok_or_else(|| argument(name, "a value has to follow"))?;
+                    given.values.insert(names[0], value);
+                }
+            }
+        }
+        Ok(given)
+    }
+
+    pub(super) fn value(&self, flag: &str) -> Option<&str> {
+        self.values.get(flag).map(String::as_str)
+    }
+
+    pub(super) fn switch(&self, flag: &str) -> bool {
+        self.switches.contains(&flag)
+    }
+
+    pub(super) fn variable(&self, name: &str) -> Option<&str> {
+        self.variables.get(name).map(String::as_str)
+    }
+
+    /// A number of at least 1.
+    pub(super) fn number(&self, flag: &'static str) -> Result<Option<u32>, ConvertError> {
+        let Some(value) = self.value(flag) else {
+            return Ok(None);
+        };
+        match value.parse::<u32>() {
+            Ok(number) if number > 0 => Ok(Some(number)),
+            _ => Err(argument(flag, format!("{value:?} is no number of at least 1"))),
+        }
+    }
+
+    pub(super) fn size(&self, flag: &'static str) -> Result<u32, ConvertError> {
+        Ok(self.number(flag)?.unwrap_or(1))
+    }
+
+    /// An element type; `auto` and absence are `None`.
+    pub(super) fn element(&self, flag: &'static str) -> Result<Option<Element>, ConvertError> {
+        match self.value(flag) {
+            None | Some("auto") => Ok(None),
+            Some(value) => {
+                let element = value
+                    .parse()
+                    .map_err(|error: crate::element::UnknownElement| error.to_string());
+                element.map(Some).map_err(|why| argument(flag, why))
+            }
+        }
+    }
+
+    /// Layers of each stage, from a variable such as `16,16`.
+    pub(super) fn partition(
+        &self,
+        name: &'static str,
+        stages: u32,
+    ) -> Result<Option<Vec<u32>>, ConvertError> {
+        let Some(value) = self.variable(name) else {
+            return Ok(None);
+        };
+        let counts: Option<Vec<u32>> = value.split(',').map(|count| count.trim().parse().ok()).collect();
+        match counts {
+            Some(counts) if counts.len() == stages as usize => Ok(Some(counts)),
+            _ => Err(argument(
+                name,
+                format!("{value:?} is no list of {stages} numbers of layers"),
+            )),
+        }
+    }
+}
+
+pub(super) fn argument(flag: &str, why: impl Into<String>) -> ConvertError {
+    ConvertError::Argument {
+        flag: flag.to_owned(),
+        why: why.into(),
+    }
+}
