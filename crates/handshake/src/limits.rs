@@ -23,8 +23,9 @@ pub const MAX_WINDOW: u32 = 1 << 30;
 pub const MAX_CONTEXT_PARALLEL: u32 = 1024;
 /// Placements of all ranks together.
 pub const MAX_PLACEMENTS: usize = 1 << 17;
-/// (layer, part) pairs of all placements of all ranks together.
-pub const MAX_PLACED: usize = 1 << 21;
+/// (layer, part) pairs of all placements of all ranks together. A few bytes of an envelope place many of
+/// them, and checking takes memory for each.
+pub const MAX_PLACED: usize = 1 << 19;
 /// Regions of a rank: each is a file descriptor and a registration.
 pub const MAX_REGIONS: usize = 4096;
 /// Bytes of a name (engine, page group, component, part, tag, framework).
