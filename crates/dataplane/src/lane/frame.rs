@@ -3,7 +3,7 @@
 //! ```text
 //! hello:   "KVFLANE1" | epoch u64 | token 32 bytes                      sender -> receiver, once
 //! answer:  "KVFLANE1"                                                   receiver -> sender, once
-//! frame:   header 44 bytes | payload | trailer 8 bytes                  sender -> receiver
+//! frame:   header 40 bytes | payload | trailer 8 bytes                  sender -> receiver
 //! ack:     24 bytes                                                     receiver -> sender, in the frames' order
 //! ```
 //!
@@ -14,7 +14,7 @@ use crate::Token;
 
 pub(crate) const HELLO: &[u8; 8] = b"KVFLANE1";
 pub(crate) const HELLO_BYTES: usize = 8 + 8 + 32;
-pub(crate) const HEADER_BYTES: usize = 44;
+pub(crate) const HEADER_BYTES: usize = 40;
 pub(crate) const TRAILER_BYTES: usize = 8;
 pub(crate) const ACK_BYTES: usize = 24;
 

@@ -2,5 +2,12 @@
 
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
+mod faults;
+mod fences;
+mod hostile;
+mod lifecycle;
 mod pair;
+mod processes;
+mod registration;
+mod tls;
 mod transfers;

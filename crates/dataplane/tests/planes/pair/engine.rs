@@ -4,13 +4,15 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use kvferry_dataplane::{DataPlane, RegionKey};
+use kvferry_dataplane::{DataPlane, EngineProcess, RegionKey};
 use kvferry_handshake::{
     Allocation, Envelope, Launch, ModelShape, Order, PageLists, Policy, Stages, TokenRange,
 };
 use kvferry_plan::{ChunkMap, LinkPlan, judge};
+use memmap2::MmapMut;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
@@ -90,11 +92,51 @@ impl Rank {
     /// Writes a pattern that depends on rank, region and place.
     pub(crate) fn fill(&self, seed: u64) {
         for (region, file) in &self.regions {
-            let len = file.metadata().unwrap().len() as usize;
-            let mut bytes = vec![0; len];
-            StdRng::seed_from_u64(seed ^ u64::from(self.rank) << 32 ^ u64::from(*region) << 48)
-                .fill(&mut bytes[..]);
+            let bytes = self.pattern(*region, file.metadata().unwrap().len(), seed);
             file.write_all_at(&bytes, 0).unwrap();
+        }
+    }
+
+    /// What [`Rank::fill`] writes, made beforehand, to write at once.
+    pub(crate) fn patterns(&self, seed: u64) -> Bytes {
+        let len = |file: &File| file.metadata().unwrap().len();
+        self.regions
+            .iter()
+            .map(|(region, file)| (*region, self.pattern(*region, len(file), seed)))
+            .collect()
+    }
+
+    pub(crate) fn write(&self, bytes: &Bytes) {
+        for (region, file) in &self.regions {
+            file.write_all_at(&bytes[region], 0).unwrap();
+        }
+    }
+
+    /// Whether the memory is as [`Rank::fill`] left it.
+    pub(crate) fn is_filled(&self, seed: u64) -> bool {
+        self.bytes()
+            .iter()
+            .all(|(region, bytes)| *bytes == self.pattern(*region, bytes.len() as u64, seed))
+    }
+
+    /// splitmix64 over the places.
+    fn pattern(&self, region: u16, len: u64, seed: u64) -> Vec<u8> {
+        let salt = (seed << 40) ^ (u64::from(self.rank) << 32) ^ (u64::from(region) << 48);
+        let words = (0..len.div_ceil(8)).flat_map(|word| {
+            let z = (word ^ salt).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            (z ^ (z >> 27)).to_le_bytes()
+        });
+        let mut bytes: Vec<u8> = words.collect();
+        bytes.truncate(len as usize);
+        bytes
+    }
+
+    /// Fills everything with one byte.
+    pub(crate) fn fill_with(&self, byte: u8) {
+        for file in self.regions.values() {
+            let len = file.metadata().unwrap().len() as usize;
+            file.write_all_at(&vec![byte; len], 0).unwrap();
         }
     }
 
@@ -108,6 +150,32 @@ impl Rank {
             .iter()
             .map(|(region, file)| (*region, read(file)))
             .collect()
+    }
+
+    /// Has a data plane reach the memory as that of this process, for as long as what is given back lives.
+    pub(crate) fn register_process(
+        &self,
+        plane: &DataPlane,
+        owner: u64,
+    ) -> (Arc<[(u16, RegionKey)]>, Vec<MmapMut>) {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let process = Arc::new(EngineProcess::of(&ours).unwrap());
+        let mapped = self.regions.iter().map(|(region, file)| {
+            // SAFETY: the memfd is sealed, and nobody makes references into the mapping.
+            let map = unsafe { MmapMut::map_mut(file) }.unwrap();
+            let (address, len) = (map.as_ptr().addr() as u64, map.len() as u64);
+            (
+                (
+                    *region,
+                    plane
+                        .map_process(owner, Arc::clone(&process), address, len)
+                        .unwrap(),
+                ),
+                map,
+            )
+        });
+        let (keys, maps): (Vec<_>, Vec<_>) = mapped.unzip();
+        (keys.into(), maps)
     }
 
     /// Has a data plane map the memory.

@@ -2,6 +2,7 @@
 
 mod channel;
 mod engine;
+mod flow;
 mod proxy;
 
 use std::net::{IpAddr, Ipv4Addr};
@@ -10,7 +11,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 pub(crate) use channel::Faults;
-pub(crate) use engine::{Engine, expected, geometry, transfers};
+pub(crate) use engine::{Engine, expected, geometry, sealed, transfers};
+pub(crate) use flow::{Flow, LARGE, Size, close};
 use kvferry_dataplane::{Config, DataPlane, Event, JobId, Tally};
 use kvferry_handshake::Code;
 pub(crate) use proxy::{Proxy, Spell};
@@ -92,7 +94,6 @@ impl Log {
 
 /// One side.
 pub(crate) struct Node {
-    pub(crate) name: &'static str,
     pub(crate) plane: DataPlane,
     pub(crate) log: Arc<Log>,
 }
@@ -133,7 +134,7 @@ impl Pair {
                 }
             };
             let plane = DataPlane::start(config, Arc::new(sink)).unwrap();
-            Node { name, plane, log }
+            Node { plane, log }
         };
         let (a, b) = (node("a", a), node("b", b));
         channel.join([("a", a.plane.clone()), ("b", b.plane.clone())]);
@@ -147,19 +148,24 @@ impl Pair {
         }
     }
 
-    /// Waits until both sides' counters are as asked.
-    pub(crate) fn until_counts(&self, what: &str, is: impl Fn(&[(String, u64)]) -> bool) {
-        for node in [&self.a, &self.b] {
-            let deadline = Instant::now() + LIMIT;
-            while !is(&node.plane.counts()) {
-                assert!(
-                    Instant::now() < deadline,
-                    "{}: {what}: {:?}",
-                    node.name,
-                    node.plane.counts()
-                );
-                std::thread::sleep(Duration::from_millis(5));
-            }
+    /// Waits until a side's counters are as asked.
+    pub(crate) fn until(&self, node: &Node, what: &str, is: impl Fn(&[(String, u64)]) -> bool) {
+        let deadline = Instant::now() + LIMIT;
+        while !is(&node.plane.counts()) {
+            let counts = node.plane.counts();
+            assert!(Instant::now() < deadline, "not {what}: {counts:?}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+impl Pair {
+    /// Waits until so many lanes from `a` to `b` broke.
+    pub(crate) fn until_lost(&self, lanes: u64) {
+        let deadline = Instant::now() + LIMIT;
+        while self.a.plane.traffic()[0].lost_lanes < lanes {
+            assert!(Instant::now() < deadline, "{:?}", self.a.plane.traffic());
+            std::thread::sleep(Duration::from_millis(2));
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::HOST;
@@ -18,6 +18,10 @@ pub(crate) enum Spell {
     Stall(u64),
     /// A bit is flipped.
     Corrupt(u64),
+    /// What comes back from the receiver is dropped, but for its answer to hello.
+    Mute,
+    /// A bit is flipped each so many bytes.
+    CorruptEach(u64),
     /// The sender's end is cut; what it sent goes on to the receiver, slowly.
     Linger(u64),
 }
@@ -66,10 +70,13 @@ impl Drop for Proxy {
 
 fn join(near: TcpStream, far: TcpStream, spell: Spell, ending: &Arc<AtomicBool>) {
     let (back_from, back_to) = (far.try_clone().unwrap(), near.try_clone().unwrap());
-    let stalled = Arc::new(Mutex::new(()));
     std::thread::spawn(move || {
-        let _ = stalled;
         let (mut from, mut to) = (back_from, back_to);
+        if matches!(spell, Spell::Mute) {
+            let mut answer = [0; 8];
+            let _ = from.read_exact(&mut answer).and_then(|()| to.write_all(&answer));
+            let _ = std::io::copy(&mut from, &mut std::io::sink());
+        }
         let _ = std::io::copy(&mut from, &mut to);
         let _ = to.shutdown(Shutdown::Both);
     });
@@ -100,7 +107,7 @@ fn forward(
         passed += len as u64;
         let reached = |at: u64| (before..passed).contains(&at).then(|| (at - before) as usize);
         match spell {
-            Spell::Nothing => {}
+            Spell::Nothing | Spell::Mute => {}
             Spell::Cut(at) => {
                 if let Some(at) = reached(at) {
                     return far.write_all(&bytes[..at]);
@@ -117,6 +124,11 @@ fn forward(
             Spell::Corrupt(at) => {
                 if let Some(at) = reached(at) {
                     bytes[at] ^= 0x10;
+                }
+            }
+            Spell::CorruptEach(each) => {
+                if passed / each != before / each {
+                    bytes[0] ^= 0x10;
                 }
             }
             Spell::Linger(at) => {

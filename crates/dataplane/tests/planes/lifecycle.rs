@@ -1,0 +1,180 @@
+//! Jobs, regions and data planes come and go, and leave nothing.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvferry_dataplane::{Config, DataPlane, RegionKey, StartError};
+use kvferry_handshake::{Code, Ready};
+
+use crate::pair::{self, Flow, LARGE, Pair, Size, close, config};
+
+/// One page.
+const TINY: Size = Size {
+    layers: 1,
+    tokens: 1,
+    page_size: 1,
+    width: 64,
+};
+
+#[test]
+fn ten_thousand_jobs_leave_the_counters_where_they_were() {
+    let pair = Pair::new(config());
+    let flow = Flow::new(&pair.a, &pair.b, TINY, 1);
+    let local = Flow::new(&pair.a, &pair.a, TINY, 2);
+    flow.carry(&pair);
+    let jobs = |counts: Vec<(String, u64)>| {
+        let kept = [
+            "regions",
+            "mapped_bytes",
+            "jobs",
+            "chunks_in_doubt",
+            "unproven_connections",
+        ];
+        kept.map(|name| pair::count(&counts, name))
+    };
+    let before = (jobs(pair.a.plane.counts()), jobs(pair.b.plane.counts()));
+    for round in 0..2500u64 {
+        let (send, receive) = flow.start(&pair);
+        let idle = flow.send(&pair.a, "b", receive);
+        let copy = local.copy(&pair.a);
+        if round % 2 == 0 {
+            local.ready(&pair.a, copy);
+        }
+        if round % 3 == 0 {
+            pair.b.log.complete(receive);
+        }
+        for job in [send, idle, copy] {
+            pair.a.plane.close(job);
+        }
+        pair.b.plane.close(receive);
+        for job in [send, idle, copy] {
+            pair.a.log.closed(job);
+        }
+        pair.b.log.closed(receive);
+    }
+    assert_eq!(before, (jobs(pair.a.plane.counts()), jobs(pair.b.plane.counts())));
+    flow.carry(&pair);
+}
+
+#[test]
+fn a_send_whose_last_acknowledgement_was_lost_completes_after_the_receive_is_closed() {
+    // Everything lands, and then the lane breaks before a single acknowledgement came back.
+    let one_lane = Config {
+        lanes_per_peer: 1,
+        ..config()
+    };
+    let pair = Pair::with(one_lane.clone(), one_lane, pair::Faults::none());
+    let proxy = pair::Proxy::new(pair.b.plane.listen_address(), |n| match n {
+        0 => pair::Spell::Mute,
+        _ => pair::Spell::Nothing,
+    });
+    pair.faults
+        .port
+        .store(proxy.port, std::sync::atomic::Ordering::Relaxed);
+    let flow = Flow::new(&pair.a, &pair.b, LARGE, 1);
+    let (send, receive) = flow.start(&pair);
+    pair.b.log.complete(receive);
+    pair.b.plane.close(receive);
+    pair.b.log.closed(receive);
+    assert_eq!(pair.a.log.seen(send).complete, 0);
+    // After a while it counts as stalled, and the chunks are sent again.
+    pair.a.log.complete(send);
+    pair.a.plane.close(send);
+    assert!(pair.a.log.closed(send).closed[0].resent > 0);
+}
+
+#[test]
+fn empty_transfers_complete() {
+    let pair = Pair::new(config());
+    let flow = Flow::new(&pair.a, &pair.b, LARGE, 1);
+    let receive = flow.receive(&pair.b, "a");
+    let send = flow.send(&pair.a, "b", receive);
+    assert_eq!(
+        pair.a.log.seen(send).complete + pair.b.log.seen(receive).complete,
+        0
+    );
+    pair.a.plane.ready(send, Ready::complete(0), None);
+    pair.b.plane.end(receive, 0);
+    pair.a.log.complete(send);
+    pair.b.log.complete(receive);
+    close(&pair, send, receive);
+    assert_eq!(pair.a.log.seen(send).closed[0].bytes, 0);
+}
+
+#[test]
+fn jobs_of_regions_that_are_not_there_fail_by_name() {
+    let pair = Pair::new(config());
+    let mut flow = Flow::new(&pair.a, &pair.b, LARGE, 1);
+    let gone: Arc<[(u16, RegionKey)]> = Arc::new([(0, RegionKey(u64::MAX))]);
+    (flow.source, flow.target) = (Arc::clone(&gone), gone);
+    let receive = flow.receive(&pair.b, "a");
+    let send = flow.send(&pair.a, "b", receive);
+    let copy = flow.copy(&pair.a);
+    for (node, job) in [(&pair.b, receive), (&pair.a, send), (&pair.a, copy)] {
+        assert_eq!(node.log.seen(job).failed.unwrap().0, Code::RegionUnknown);
+        node.plane.close(job);
+        node.log.closed(job);
+    }
+}
+
+#[test]
+fn progress_is_told_when_a_job_starts_to_move() {
+    let pair = Pair::new(config());
+    let flow = Flow::new(&pair.a, &pair.b, LARGE, 1);
+    let (send, receive) = flow.start(&pair);
+    assert!(pair.a.log.complete(send).progress > 0);
+    assert!(pair.b.log.complete(receive).progress > 0);
+}
+
+#[test]
+fn a_release_while_jobs_are_open_unmaps_nothing_under_them() {
+    let pair = Pair::new(config());
+    let flow = Flow::new(&pair.a, &pair.b, LARGE, 1);
+    let before = flow.decode.ranks[0].bytes();
+    let (send, receive) = flow.start(&pair);
+    flow.source.iter().for_each(|(_, key)| pair.a.plane.release(*key));
+    flow.target.iter().for_each(|(_, key)| pair.b.plane.release(*key));
+    pair.a.log.complete(send);
+    pair.b.log.complete(receive);
+    flow.check(&before);
+}
+
+#[test]
+fn settings_and_ports_that_do_not_do_are_named() {
+    let start = |config| DataPlane::start(config, Arc::new(|_| {}));
+    let zero = start(Config {
+        lanes_per_peer: 0,
+        ..config()
+    });
+    assert!(zero.unwrap_err().to_string().contains("lanes_per_peer is 0"));
+    let first = start(config()).unwrap();
+    let taken = start(Config {
+        listen: first.listen_address(),
+        ..config()
+    });
+    let Err(StartError::Listen { address, .. }) = taken else {
+        panic!("two data planes listen at one port");
+    };
+    assert_eq!(address, first.listen_address());
+}
+
+#[test]
+fn shutdown_ends_every_thread_while_jobs_are_underway() {
+    for round in 0..4u64 {
+        let pair = Pair::new(config());
+        let flow = Flow::new(&pair.a, &pair.b, LARGE, 1);
+        let local = Flow::new(&pair.a, &pair.a, LARGE, 2);
+        flow.start(&pair);
+        let copy = local.copy(&pair.a);
+        local.ready(&pair.a, copy);
+        std::thread::sleep(Duration::from_millis(round));
+        for node in [&pair.a, &pair.b] {
+            node.plane.shutdown();
+            let counts = node.plane.counts();
+            assert_eq!(
+                (pair::count(&counts, "threads"), pair::count(&counts, "jobs")),
+                (0, 0)
+            );
+        }
+    }
+}

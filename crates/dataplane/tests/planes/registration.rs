@@ -1,0 +1,185 @@
+//! What memory is refused, by which code, and with what to do.
+
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use kvferry_dataplane::{Config, DataPlane, EngineProcess, RegisterError};
+use kvferry_handshake::Code;
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create, open};
+
+use crate::pair::{self, sealed};
+
+const PAGE: u64 = 4096;
+
+fn plane() -> DataPlane {
+    DataPlane::start(Config::default(), Arc::new(|_| {})).unwrap()
+}
+
+fn memfd(len: u64, seals: SealFlags) -> OwnedFd {
+    let fd = memfd_create("kvferry-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&fd, len).unwrap();
+    fcntl_add_seals(&fd, seals).unwrap();
+    fd
+}
+
+/// Checks a refusal's code, and that its message says these things.
+fn refused<T: std::fmt::Debug>(result: Result<T, RegisterError>, code: Code, says: &[&str]) {
+    let error = result.unwrap_err();
+    assert_eq!(error.code(), code, "{error}");
+    let message = error.to_string();
+    for part in says {
+        assert!(message.contains(part), "{message:?} does not say {part:?}");
+    }
+}
+
+#[test]
+fn seals_that_do_not_fit_are_named() {
+    let plane = plane();
+    let both = SealFlags::SHRINK | SealFlags::GROW;
+    let wrong: [(SealFlags, &[&str]); 5] = [
+        (
+            SealFlags::empty(),
+            &["F_SEAL_SHRINK, F_SEAL_GROW missing", "has: none"],
+        ),
+        (SealFlags::SHRINK, &["F_SEAL_GROW missing", "has: F_SEAL_SHRINK"]),
+        (SealFlags::GROW, &["F_SEAL_SHRINK missing"]),
+        (both | SealFlags::WRITE, &["F_SEAL_WRITE must not be there"]),
+        (
+            both | SealFlags::FUTURE_WRITE,
+            &["F_SEAL_FUTURE_WRITE must not be there"],
+        ),
+    ];
+    for (seals, says) in wrong {
+        refused(
+            plane.map_memfd(1, memfd(PAGE, seals), 0, PAGE),
+            Code::RegionSeals,
+            says,
+        );
+    }
+    let unsealable = memfd_create("kvferry-test", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&unsealable, PAGE).unwrap();
+    refused(
+        plane.map_memfd(1, unsealable, 0, PAGE),
+        Code::RegionSeals,
+        &["MFD_ALLOW_SEALING"],
+    );
+    assert_eq!(pair::count(&plane.counts(), "regions"), 0);
+}
+
+#[test]
+fn other_fds_than_memfds_are_named() {
+    let plane = plane();
+    let file = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.set_len(PAGE).unwrap();
+    let (socket, _other) = UnixStream::pair().unwrap();
+    let directory = File::open("/").unwrap();
+    for fd in [OwnedFd::from(file), socket.into(), directory.into()] {
+        refused(
+            plane.map_memfd(1, fd, 0, PAGE),
+            Code::RegionKind,
+            &["exactly one memfd"],
+        );
+    }
+    let writable = sealed(PAGE);
+    let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&writable));
+    let read_only = open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).unwrap();
+    refused(
+        plane.map_memfd(1, read_only, 0, PAGE),
+        Code::RegionKind,
+        &["reading and writing"],
+    );
+}
+
+#[test]
+fn ranges_outside_the_memfd_are_named_with_both_values() {
+    let plane = plane();
+    let wrong: [(u64, u64, &[&str]); 5] = [
+        (0, PAGE * 2 + 1, &["len 8193", "8192"]),
+        (PAGE, PAGE * 2, &["offset 4096", "8192"]),
+        (u64::MAX - PAGE + 1, PAGE * 2, &["8192"]),
+        (0, 0, &["len is 0"]),
+        (100, PAGE, &["offset 100", "4096"]),
+    ];
+    for (offset, len, says) in wrong {
+        refused(
+            plane.map_memfd(1, sealed(PAGE * 2), offset, len),
+            Code::RegionOutOfBounds,
+            says,
+        );
+    }
+    plane.map_memfd(1, sealed(PAGE * 2), PAGE, PAGE).unwrap();
+    assert_eq!(pair::count(&plane.counts(), "regions"), 1);
+    assert_eq!(pair::count(&plane.counts(), "mapped_bytes"), PAGE);
+}
+
+#[test]
+fn regions_of_one_owner_must_not_share_bytes() {
+    let plane = plane();
+    let fd = sealed(PAGE * 8);
+    let map =
+        |owner, offset, len| plane.map_memfd(owner, fd.as_fd().try_clone_to_owned().unwrap(), offset, len);
+    let first = map(1, PAGE * 2, PAGE * 2).unwrap();
+    for (offset, len) in [(0, PAGE * 3), (PAGE * 3, 1), (PAGE * 2, PAGE * 2), (0, PAGE * 8)] {
+        refused(map(1, offset, len), Code::RegionOverlap, &["8192", "16384"]);
+    }
+    // Neighbours, other owners and other memory do not.
+    map(1, 0, PAGE * 2).unwrap();
+    map(1, PAGE * 4, PAGE).unwrap();
+    map(2, PAGE * 2, PAGE * 2).unwrap();
+    plane.map_memfd(1, sealed(PAGE * 8), PAGE * 2, PAGE).unwrap();
+    // Nor does what was released.
+    plane.release(first);
+    map(1, PAGE * 2, PAGE).unwrap();
+}
+
+#[test]
+fn memory_of_a_process_is_probed() {
+    let plane = plane();
+    let (ours, _theirs) = UnixStream::pair().unwrap();
+    let process = Arc::new(EngineProcess::of(&ours).unwrap());
+    let memory = vec![1u8; 1 << 16];
+    let address = memory.as_ptr().addr() as u64;
+    let map = |address, len| plane.map_process(1, Arc::clone(&process), address, len);
+    map(address, 1 << 15).unwrap();
+    refused(map(address + 100, 10), Code::RegionOverlap, &[]);
+    map(address + (1 << 15), 1 << 15).unwrap();
+    refused(map(PAGE, PAGE), Code::RegionOutOfBounds, &["0x1000"]);
+    refused(map(address, u64::MAX), Code::RegionOutOfBounds, &[]);
+    refused(map(address, 0), Code::RegionOutOfBounds, &["len is 0"]);
+    refused(map(address, 1 << 46), Code::RegionOutOfBounds, &[]);
+    // Memory that cannot be written is no region either.
+    let constant = Vec::<u8>::leak as fn(Vec<u8>) -> &'static mut [u8] as usize as u64;
+    refused(map(constant, 16), Code::RegionOutOfBounds, &["writable"]);
+}
+
+#[test]
+fn a_process_that_ended_is_unreachable() {
+    let plane = plane();
+    let path = std::env::temp_dir().join(format!("kvferry-test-{}", std::process::id()));
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let script = "import socket,sys; s=socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.recv(1)";
+    let child = std::process::Command::new("python3")
+        .args(["-c", script])
+        .arg(&path)
+        .spawn();
+    let Ok(mut child) = child else {
+        panic!("python3 is needed for this test");
+    };
+    let (socket, _) = listener.accept().unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let process = Arc::new(EngineProcess::of(&socket).unwrap());
+    assert_eq!(process.pid(), child.id().cast_signed());
+    assert!(process.is_alive());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(!process.is_alive());
+    let memory = [1u8; 64];
+    let address = memory.as_ptr().addr() as u64;
+    refused(
+        plane.map_process(1, process, address, 64),
+        Code::RegionUnreachable,
+        &["ended"],
+    );
+}
