@@ -54,7 +54,7 @@ fn fds_and_threads_come_back_and_a_lack_of_fds_is_survived() {
     let limits = getrlimit(Resource::Nofile);
     let few = Rlimit {
         current: Some(count("/proc/self/fd") as u64 + 4),
-        ..limits.clone()
+        ..limits
     };
     setrlimit(Resource::Nofile, few).unwrap();
     // Until neither end of a connection can be had: lanes cannot be opened, and the listener cannot accept.
