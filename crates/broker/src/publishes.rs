@@ -279,7 +279,7 @@ impl Broker {
             format!("attempt {} took its place", transfer.attempt),
         );
         for transfer in older {
-            self.end_publish(&(*life, transfer), Some(cause.clone()), true);
+            self.fail_publish(&(*life, transfer), &cause, true);
         }
         self.supersede_waiting(*life, transfer, &cause);
     }
@@ -319,7 +319,7 @@ impl Broker {
                 Code::LeaseExpired,
                 format!("{served} of {} decode engines came in time", publish.serves),
             );
-            self.end_publish(key, Some(cause), true);
+            self.fail_publish(key, &cause, true);
         }
         self.watch_publish(key);
     }
@@ -329,35 +329,42 @@ impl Broker {
         if self.publishes.get(&key).is_none() {
             return false;
         }
-        self.end_publish(&key, Some(cause.clone()), true);
+        self.fail_publish(&key, &cause, true);
         true
     }
 
     /// Another rank of the engine failed.
     pub(crate) fn publish_failed_elsewhere(&mut self, life: RankLife, transfer: &TransferId, cause: &Fault) {
-        self.end_publish(&(life, transfer.clone()), Some(cause.clone()), false);
+        self.fail_publish(&(life, transfer.clone()), cause, false);
     }
 
     pub(crate) fn end_publishes_of(&mut self, life: RankLife, cause: &Fault) {
         let keys: Vec<PublishKey> = self.publishes.keys_of(life).cloned().collect();
         for key in keys {
-            self.end_publish(&key, Some(cause.clone()), true);
+            self.fail_publish(&key, &cause, true);
         }
     }
 
     pub(crate) fn end_all_publishes(&mut self) {
         let keys: Vec<PublishKey> = self.publishes.open.keys().cloned().collect();
         for key in keys {
-            self.end_publish(&key, Some(faults::shutting_down()), true);
+            self.fail_publish(&key, &faults::shutting_down(), true);
         }
     }
 
-    /// Ends a publish with all that it serves. `spread`: the engine's other ranks are to be told.
+    /// Fails a publish with all that it serves. `spread`: the engine's other ranks are to be told.
+    pub(crate) fn fail_publish(&mut self, key: &PublishKey, cause: &Fault, spread: bool) {
+        if let Some(publish) = self.publishes.get(key) {
+            let cause = faults::with(cause, &publish.standing());
+            self.end_publish(key, Some(cause), spread);
+        }
+    }
+
+    /// Ends a publish, well or with a cause that says where it stood.
     pub(crate) fn end_publish(&mut self, key: &PublishKey, cause: Option<Fault>, spread: bool) {
         let Some(publish) = self.publishes.get_mut(key) else {
             return;
         };
-        let cause = cause.map(|cause| faults::with(&cause, &publish.standing()));
         publish.ending = Some(cause.clone());
         let parts = publish.parts.clone();
         self.timers.cancel(&Timer::Publish(key.clone()));

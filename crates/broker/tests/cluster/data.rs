@@ -13,11 +13,11 @@ use rand::rngs::SmallRng;
 
 type Regions = Arc<[(u16, RegionKey)]>;
 
-/// A region's bytes, and how often each was written since its page was taken.
+/// A region's bytes, and the job that last wrote each since its page was taken; 0 for none.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
     pub(crate) bytes: Vec<u8>,
-    pub(crate) writes: Vec<u32>,
+    pub(crate) writers: Vec<u64>,
 }
 
 /// What goes wrong.
@@ -414,8 +414,9 @@ impl DataPlane {
                 .get_mut(&region)
                 .expect("a released region is written");
             memory.bytes[range(one.offset, one.len)].copy_from_slice(bytes);
-            for count in &mut memory.writes[range(one.offset, one.len)] {
-                *count += 1;
+            for writer in &mut memory.writers[range(one.offset, one.len)] {
+                assert_ne!(*writer, job.0, "{job:?} writes a byte twice: {one:?}");
+                *writer = job.0;
             }
         }
         moves.iter().map(|(one, _)| one.len).sum()

@@ -174,7 +174,7 @@ impl Cluster {
         let size = usize::try_from(len).unwrap();
         let memory = Memory {
             bytes: vec![0xee; size],
-            writes: vec![0; size],
+            writers: vec![0; size],
         };
         self.nodes[node].data.memory.insert(key, memory);
         self.ledger.regions.insert(key, (rank, BTreeMap::new()));
@@ -230,8 +230,12 @@ impl Cluster {
             (Asked::Register(region, key), Ok(Answer::Registered { generation, .. })) => {
                 self.ranks[rank].regions.insert(*region, (*key, *generation));
             }
+            (Asked::Attach, Err(_)) => self.unattached.push(rank),
             (Asked::Unregister(region), Ok(_)) => {
                 self.ranks[rank].regions.remove(region);
+                let engine = &self.engines[self.ranks[rank].engine].envelope;
+                let len = engine.region_bytes(self.ranks[rank].rank)[region];
+                self.register(rank, *region, len);
             }
             (Asked::Transfer(tag), Ok(_)) => self.ledger.accepted(rank, session, tag, self.now),
             (Asked::Transfer(tag), Err(_)) if !self.ledger.is_open(rank, session, tag) => {
@@ -298,7 +302,7 @@ impl Cluster {
                 let from = usize::try_from(u64::from(*page) * bytes).unwrap();
                 let range = from..from + usize::try_from(bytes).unwrap();
                 memory.bytes[range.clone()].fill(0xee);
-                memory.writes[range].fill(0);
+                memory.writers[range].fill(0);
             }
         }
         self.ranks[rank].held.insert(tag.clone(), lists.clone());
@@ -426,6 +430,7 @@ impl Cluster {
     }
 
     pub(crate) fn abort(&mut self, rank: usize, transfer: &TransferId) -> u64 {
+        self.ledger.stir(transfer, self.now);
         let transfer = transfer.clone();
         self.rank_call(rank, Asked::Other, Call::Abort { transfer })
     }
@@ -435,6 +440,7 @@ impl Cluster {
     }
 
     pub(crate) fn hint(&mut self, rank: usize, from: usize, transfer: &TransferId, decline: bool) -> u64 {
+        self.ledger.stir(transfer, self.now);
         let (source, transfer) = (self.source(from), transfer.clone());
         let call = if decline {
             Call::Decline { source, transfer }
@@ -457,6 +463,7 @@ impl Cluster {
             it.attached = false;
             it.regions.clear();
             it.held.clear();
+            self.unattached.push(rank);
         }
         self.ranks[rank].events.push(event);
     }

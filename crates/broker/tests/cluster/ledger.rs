@@ -39,10 +39,13 @@ pub(crate) struct Ledger {
     pub(crate) ended: BTreeMap<(usize, SessionId, Tag), Option<Code>>,
     /// Ended, by record: every end, also of ranks that are gone.
     pub(crate) records: BTreeMap<(usize, Tag), Vec<Option<Code>>>,
+    stirred: BTreeMap<TransferId, u64>,
     dead: BTreeSet<(usize, SessionId)>,
     pub(crate) codes: BTreeMap<(Code, &'static str), u64>,
     pub(crate) events: BTreeMap<&'static str, u64>,
     pub(crate) delivered_bytes: u64,
+    /// The brokers forget so soon what ended that an id can be used again.
+    pub(crate) forgetful: bool,
 }
 
 impl Ledger {
@@ -67,11 +70,24 @@ impl Ledger {
 
     pub(crate) fn accepted(&mut self, rank: usize, session: SessionId, tag: &Tag, now: u64) {
         let key = (rank, session, tag.clone());
+        if self.forgetful {
+            self.ended.remove(&key);
+        }
         assert!(
             !self.ended.contains_key(&key),
             "{key:?} is accepted after its end"
         );
         self.open.insert(key, now);
+        self.stir(&tag.1, now);
+    }
+
+    /// Something happened to the transfer, on whichever side and rank.
+    pub(crate) fn stir(&mut self, transfer: &TransferId, now: u64) {
+        self.stirred.insert(transfer.clone(), now);
+    }
+
+    pub(crate) fn stirred(&self, transfer: &TransferId) -> u64 {
+        self.stirred.get(transfer).copied().unwrap_or_default()
     }
 
     pub(crate) fn is_open(&self, rank: usize, session: SessionId, tag: &Tag) -> bool {
@@ -133,6 +149,7 @@ impl Ledger {
             return;
         };
         assert!(!self.dead.contains(&(rank, session)));
+        self.stir(transfer, now);
         let keys = [Side::Publish, Side::Fetch].map(|side| (rank, session, (side, transfer.clone())));
         match event {
             Event::Matched { .. } | Event::Progress { .. } => {
@@ -259,7 +276,7 @@ impl Cluster {
         }
     }
 
-    /// Every byte that was asked for is there, written once, and no other byte of those pages.
+    /// Every byte that was asked for is there, written (once a job: the data plane sees to that), and no other byte of those pages.
     fn check_delivered(&mut self, rank: usize, session: SessionId, transfer: &TransferId, end: u64) {
         let want = self
             .ledger
@@ -282,13 +299,13 @@ impl Cluster {
                         let at = usize::try_from(at).unwrap();
                         let wanted = (want.tokens.from..end).contains(&token);
                         let expected = if wanted {
-                            (row(&name, transfer, layer, part, head, token), 1)
+                            (row(&name, transfer, layer, part, head, token), true)
                         } else {
-                            ([0xee; 4], 0)
+                            ([0xee; 4], false)
                         };
                         let found: [u8; 4] = memory.bytes[at..at + 4].try_into().unwrap();
                         assert_eq!(
-                            (found, memory.writes[at]),
+                            (found, memory.writers[at] != 0),
                             expected,
                             "rank {rank} {transfer:?} token {token} layer {layer} part {part} head {head}"
                         );

@@ -6,3 +6,4 @@ mod geometry;
 mod ledger;
 mod meeting;
 mod sim;
+mod storm;

@@ -42,6 +42,8 @@ pub(crate) struct Node {
     /// Peers that it has a channel with: (node, the peer's life).
     pub(crate) channels: BTreeMap<usize, u64>,
     next_session: u64,
+    /// Where it differs from the others'.
+    config: Option<Config>,
 }
 
 /// What happens later.
@@ -125,6 +127,8 @@ pub(crate) struct Cluster {
     pub(crate) trace: bool,
     /// Scenario actions that came due, for the scenario to do.
     pub(crate) due: Vec<Action>,
+    /// Ranks that were refused or taken back, or whose daemon came back.
+    pub(crate) unattached: Vec<usize>,
     /// What broker messages were sent, by kind.
     pub(crate) said: BTreeMap<String, u64>,
     /// Drops messages that this names.
@@ -165,6 +169,7 @@ impl Cluster {
             config,
             trace: std::env::var_os("TRACE").is_some(),
             due: Vec::new(),
+            unattached: Vec::new(),
             said: BTreeMap::new(),
             filter: None,
         };
@@ -176,6 +181,7 @@ impl Cluster {
                 data: DataPlane::default(),
                 channels: BTreeMap::new(),
                 next_session: 1,
+                config: None,
             });
             cluster.boot(number);
         }
@@ -188,17 +194,23 @@ impl Cluster {
         for number in 0..nodes {
             let mut config = cluster.node_config(number);
             set(number, &mut config);
-            cluster.nodes[number].broker = Some(Broker::new(config));
+            cluster.boot_with(number, config);
         }
         cluster
     }
 
-    fn node_config(&self, number: usize) -> Config {
+    pub(crate) fn node_config(&self, number: usize) -> Config {
+        let node = &self.nodes[number];
         Config {
-            address: self.nodes[number].address.clone(),
-            incarnation: self.nodes[number].life,
-            ..self.config.clone()
+            address: node.address.clone(),
+            incarnation: node.life,
+            ..node.config.clone().unwrap_or(self.config.clone())
         }
+    }
+
+    pub(crate) fn boot_with(&mut self, number: usize, config: Config) {
+        self.nodes[number].config = Some(config.clone());
+        self.nodes[number].broker = Some(Broker::new(config));
     }
 
     /// Starts a daemon, in a new life.
@@ -221,6 +233,9 @@ impl Cluster {
         self.ledger.node_died(number);
         for rank in 0..self.ranks.len() {
             if self.ranks[rank].node == number {
+                if let Some(session) = self.ranks[rank].session {
+                    self.ledger.session_died(rank, session);
+                }
                 self.rank_lost(rank);
             }
         }
@@ -555,5 +570,5 @@ impl Cluster {
 /// A line of a trace.
 fn short(what: &impl std::fmt::Debug) -> String {
     let text = format!("{what:?}");
-    text.chars().take(600).collect()
+    text.chars().take(300).collect()
 }
