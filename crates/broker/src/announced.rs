@@ -384,12 +384,10 @@ impl Broker {
 
     /// Fetches that wait for a lower attempt.
     pub(crate) fn supersede_waiting(&mut self, life: RankLife, transfer: &TransferId, cause: &Fault) {
-        let lower = self.announced.keys(|key, part| {
-            key.life == life
-                && part.stage == Stage::Waiting
-                && part.transfer.id == transfer.id
-                && part.transfer.attempt < transfer.attempt
-        });
+        let lower: Vec<PartKey> = crate::siblings::of_id(&self.announced.waiting, life, &transfer.id)
+            .filter(|(other, _)| other.attempt < transfer.attempt)
+            .flat_map(|(_, keys)| keys.iter().cloned())
+            .collect();
         for key in lower {
             self.part_failed_here(&key, cause);
         }
@@ -677,6 +675,9 @@ impl Broker {
             self.end_part(&key, Some(&cause));
             if stage == Stage::Bound {
                 self.fail_serving(&publish_key, &decode, &cause, Some(&key));
+            } else {
+                let until = self.forgone_until();
+                self.forgone.put(&publish_key, decode, Some(cause.clone()), until);
             }
         }
     }

@@ -180,7 +180,8 @@ impl Broker {
     }
 
     /// Says something about life `to` of the peer; 0 for any.
-    pub(crate) fn say(&mut self, peer: &PeerAddress, to: u64, body: Body) {
+    pub(crate) fn say(&mut self, peer: &PeerAddress, to: u64, mut body: Body) {
+        body.clamp();
         self.emit(Output::Send {
             peer: peer.clone(),
             message: PeerMessage { to, body },

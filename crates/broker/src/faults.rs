@@ -1,12 +1,12 @@
 //! How causes are worded and passed on: each names peer, phase and bytes done, and stays bounded.
 
 use kvferry_control::Fault;
-use kvferry_handshake::Code;
+use kvferry_handshake::{Code, Mismatch};
 
 /// Longest message in bytes; causes are passed from daemon to daemon and must not grow on the way.
-const MAX_MESSAGE: usize = 2048;
+pub(crate) const MAX_MESSAGE: usize = 2048;
 /// Most mismatches that a cause carries.
-const MAX_MISMATCHES: usize = 256;
+pub(crate) const MAX_MISMATCHES: usize = 256;
 
 pub(crate) fn shutting_down() -> Fault {
     Fault::new(Code::Shutdown, "the daemon is shutting down")
@@ -61,15 +61,37 @@ pub(crate) fn for_sibling(cause: &Fault, rank: u32) -> Fault {
 }
 
 fn bounded(mut cause: Fault) -> Fault {
-    if cause.message.len() > MAX_MESSAGE {
+    clamp(&mut cause);
+    cause
+}
+
+/// Shortens a cause to what a message may carry.
+pub(crate) fn clamp(cause: &mut Fault) {
+    clamp_text(&mut cause.message);
+    cause.mismatches.truncate(MAX_MISMATCHES);
+    cause.mismatches.iter_mut().for_each(clamp_mismatch);
+}
+
+pub(crate) fn clamp_mismatch(mismatch: &mut Mismatch) {
+    for text in [
+        &mut mismatch.field,
+        &mut mismatch.prefill,
+        &mut mismatch.decode,
+        &mut mismatch.why,
+        &mut mismatch.fix,
+    ] {
+        clamp_text(text);
+    }
+}
+
+fn clamp_text(text: &mut String) {
+    if text.len() > MAX_MESSAGE {
         let mut at = MAX_MESSAGE;
-        while !cause.message.is_char_boundary(at) {
+        while !text.is_char_boundary(at) {
             at -= 1;
         }
-        cause.message.truncate(at);
+        text.truncate(at);
     }
-    cause.mismatches.truncate(MAX_MISMATCHES);
-    cause
 }
 
 #[cfg(test)]

@@ -46,6 +46,8 @@ pub(crate) struct Fetch {
     pub(crate) met: Option<Micros>,
     /// When something last went forward.
     pub(crate) progress: Micros,
+    /// Announced anew: what it went through before is no progress any more.
+    anew: bool,
     called: Micros,
     told: Micros,
     /// Why the link is not there yet.
@@ -256,6 +258,7 @@ impl Broker {
             serial: 0,
             met: None,
             progress: self.now,
+            anew: false,
             called: self.now,
             told: self.now,
             waits: None,
@@ -467,6 +470,7 @@ impl Broker {
     /// Starts over under another number, for the prefill side may still speak of the old one.
     fn announce_anew(&mut self, mut fetch: Fetch) {
         let number = self.number();
+        fetch.anew = true;
         fetch.parts.clear();
         fetch.terms = None;
         fetch.end = None;
@@ -574,6 +578,13 @@ impl Broker {
 }
 
 impl Fetch {
+    /// A step before the publish is met. Finding the ranks again and again must not go on for ever.
+    pub(crate) fn went_on(&mut self, now: Micros) {
+        if !self.anew {
+            self.progress = now;
+        }
+    }
+
     /// Phase, peer and bytes done, for causes.
     pub(crate) fn standing(&self) -> String {
         let at = |ranks: &[(u32, &Wanted)]| {

@@ -32,6 +32,7 @@ mod source;
 mod status;
 mod timers;
 mod wanted;
+mod wire;
 
 pub use broker::Broker;
 pub use config::{Config, Limits};
@@ -42,3 +43,4 @@ pub use peer::{
     Announce, Body, EngineId, FetchState, LinkAnswer, Offer, PartState, PeerMessage, Seat, SiblingFailure,
     Side,
 };
+pub use wire::OutOfBounds;

@@ -73,8 +73,8 @@ pub(crate) struct Link {
     /// The home will need our envelope.
     send_envelope: bool,
     pause: Micros,
-    /// Ranks' lives that turned out to be over, until the home no longer names them.
-    over: BTreeSet<SeatAt>,
+    /// Ranks' lives that turned out to be over, of one life of the engine: the home may learn it later than we.
+    over: (Option<EngineId>, BTreeSet<SeatAt>),
     /// The life of the prefill engine whose home knows that the pair is refused from here.
     told: Option<EngineId>,
     used: Micros,
@@ -121,7 +121,7 @@ impl Broker {
                 asking: false,
                 send_envelope: true,
                 pause: FIRST_PAUSE,
-                over: BTreeSet::new(),
+                over: (None, BTreeSet::new()),
                 told: None,
                 used: now,
             };
@@ -294,15 +294,21 @@ impl Broker {
             )
         };
         for number in self.rest_link(&key) {
-            if let Some(session) = self.fetch_session(number) {
-                let event = Event::Refused {
-                    engine: key.name.clone(),
-                    verdict: verdict.clone(),
-                };
-                self.event(session, event);
-            }
-            self.fail_fetch(number, cause.clone());
+            self.refuse_fetch(number, &verdict, cause.clone());
         }
+    }
+
+    /// Tells a fetching rank the verdict, and fails its fetch.
+    fn refuse_fetch(&mut self, number: u64, verdict: &Verdict, cause: Fault) {
+        let name = self.fetches.get(number).map(|fetch| fetch.link.name.clone());
+        if let (Some(session), Some(engine)) = (self.fetch_session(number), name) {
+            let event = Event::Refused {
+                engine,
+                verdict: Box::new(verdict.clone()),
+            };
+            self.event(session, event);
+        }
+        self.fail_fetch(number, cause);
     }
 
     /// Judges the pair here too, unless that was done. `Err(None)`: the envelope is needed first.
@@ -362,21 +368,26 @@ impl Broker {
 
     /// The daemons disagree: whoever waits fails, and the home is told.
     fn refuse_link(&mut self, key: &LinkKey, engine: &EngineId, cause: &Fault) {
-        self.tell_link_failed(key, engine, cause);
+        let verdict = self.tell_link_failed(key, engine, cause);
         for number in self.rest_link(key) {
-            self.fail_fetch(number, cause.clone());
+            self.refuse_fetch(number, &verdict, cause.clone());
+        }
+    }
+
+    /// The daemon of another prefill rank refuses the pair, or has another plan for it.
+    pub(crate) fn link_refused_there(&mut self, number: u64, cause: Fault) {
+        let Some(fetch) = self.fetches.get(number) else {
+            return;
+        };
+        if let Some(terms) = fetch.terms.clone() {
+            let key = fetch.link.clone();
+            let verdict = self.tell_link_failed(&key, &terms.engine, &cause);
+            self.refuse_fetch(number, &verdict, cause);
         }
     }
 
     /// Tells the home, once, that this side or the daemon of another rank refuses the pair.
-    pub(crate) fn tell_link_failed(&mut self, key: &LinkKey, engine: &EngineId, cause: &Fault) {
-        let Some(link) = self.links.known.get_mut(key) else {
-            return;
-        };
-        if link.told.as_ref() == Some(engine) {
-            return;
-        }
-        link.told = Some(engine.clone());
+    fn tell_link_failed(&mut self, key: &LinkKey, engine: &EngineId, cause: &Fault) -> Verdict {
         let mut mismatches = cause.mismatches.clone();
         if mismatches.is_empty() {
             mismatches.push(Mismatch {
@@ -395,12 +406,18 @@ impl Broker {
             bridged: Vec::new(),
             warnings: Vec::new(),
         };
-        let body = Body::LinkFailed {
-            engine: engine.clone(),
-            decode: key.decode.clone(),
-            verdict: Box::new(verdict),
-        };
-        self.say(&key.home, engine.home_incarnation, body);
+        if let Some(link) = self.links.known.get_mut(key)
+            && link.told.as_ref() != Some(engine)
+        {
+            link.told = Some(engine.clone());
+            let body = Body::LinkFailed {
+                engine: engine.clone(),
+                decode: key.decode.clone(),
+                verdict: Box::new(verdict.clone()),
+            };
+            self.say(&key.home, engine.home_incarnation, body);
+        }
+        verdict
     }
 
     fn learn_seats(&mut self, key: &LinkKey, seats: Vec<Option<Seat>>) {
@@ -429,12 +446,15 @@ impl Broker {
                 return;
             }
         };
-        link.over
-            .retain(|over| seats.iter().flatten().any(|seat| seat == over));
+        if link.over.0.as_ref() != Some(engine) {
+            link.over = (Some(engine.clone()), BTreeSet::new());
+        }
+        let over = &mut link.over.1;
+        over.retain(|over| seats.iter().flatten().any(|seat| seat == over));
         let missing: Vec<String> = seats
             .iter()
             .enumerate()
-            .filter(|(_, seat)| seat.as_ref().is_none_or(|seat| link.over.contains(seat)))
+            .filter(|(_, seat)| seat.as_ref().is_none_or(|seat| over.contains(seat)))
             .map(|(rank, _)| rank.to_string())
             .collect();
         if !missing.is_empty() {
@@ -501,15 +521,20 @@ impl Broker {
     }
 
     /// A rank's life turned out to be over: the next fetch asks the home where the rank is now.
-    pub(crate) fn seat_is_over(&mut self, key: &LinkKey, seat: SeatAt) {
-        if let Some(link) = self.links.known.get_mut(key)
-            && link
-                .terms
-                .as_ref()
-                .is_none_or(|terms| terms.seats.contains(&seat))
+    pub(crate) fn seat_is_over(&mut self, key: &LinkKey, terms: &Terms, seat: SeatAt) {
+        let Some(link) = self.links.known.get_mut(key) else {
+            return;
+        };
+        if link
+            .terms
+            .as_ref()
+            .is_some_and(|newer| newer.engine != terms.engine)
         {
-            link.terms = None;
-            link.over.insert(seat);
+            return;
+        }
+        link.terms = None;
+        if link.over.0.as_ref() == Some(&terms.engine) {
+            link.over.1.insert(seat);
         }
     }
 

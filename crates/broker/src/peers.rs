@@ -56,6 +56,10 @@ impl Broker {
         if message.to != 0 && message.to != self.config.incarnation {
             return;
         }
+        if let Err(beyond) = message.check_bounds() {
+            tracing::warn!(peer = %peer.0, %beyond, "a message beyond its bounds was dropped");
+            return;
+        }
         self.dispatch(peer, incarnation, message.body);
     }
 

@@ -273,6 +273,12 @@ impl Broker {
         }
     }
 
+    /// Whether the daemon has a rank of this life of an engine.
+    pub(crate) fn has_rank(&self, id: &EngineId, peer: &PeerAddress) -> bool {
+        let engine = self.directory.of_id(id);
+        engine.is_some_and(|engine| engine.seats.values().any(|place| place.peer == *peer))
+    }
+
     /// Passes something on to the daemons of an engine's ranks, but for one of them.
     pub(crate) fn tell_ranks(&mut self, id: &EngineId, but: Option<&PeerAddress>, body: Body) {
         let daemons = self

@@ -89,6 +89,9 @@ impl Broker {
     /// As the home: passes it on.
     pub(crate) fn on_failed(&mut self, peer: &PeerAddress, failure: SiblingFailure) {
         let engine = failure.engine.clone();
+        if !self.has_rank(&engine, peer) {
+            return;
+        }
         self.tell_ranks(&engine, Some(peer), Body::SiblingFailed(failure));
     }
 

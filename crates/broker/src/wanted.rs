@@ -99,7 +99,7 @@ impl Broker {
         let now = self.now;
         if let Some(fetch) = self.fetches.get_mut(number) {
             fetch.stage = Stage::Moving;
-            fetch.progress = now;
+            fetch.went_on(now);
             fetch.parts = parts;
             fetch.terms = Some(terms);
         }
@@ -250,24 +250,23 @@ impl Broker {
             PartState::NeedsLink => {}
             PartState::Stale if !known => {
                 let (key, seat) = (fetch.link.clone(), part.seat.clone());
-                self.seat_is_over(&key, seat);
+                if let Some(terms) = fetch.terms.clone() {
+                    self.seat_is_over(&key, &terms, seat);
+                }
                 self.end_fetch(number, Goal::Relink);
             }
             PartState::Stale => {}
             PartState::Waiting if !known => {
                 part.heard = Heard::Waiting;
-                fetch.progress = self.now;
+                fetch.went_on(self.now);
             }
             PartState::Waiting => {}
             PartState::Ready(ready) => self.part_ready(number, rank, ready),
             PartState::Final { end, metadata } => self.part_final(number, rank, end, metadata),
             PartState::Failed(cause) => {
                 let cause = from_peer(cause, &format!("prefill rank {rank} at {}", peer.0));
-                if matches!(cause.code, Code::LinkRefused | Code::VerdictsDiffer)
-                    && let Some(terms) = fetch.terms.clone()
-                {
-                    let key = fetch.link.clone();
-                    self.tell_link_failed(&key, &terms.engine, &cause);
+                if matches!(cause.code, Code::LinkRefused | Code::VerdictsDiffer) {
+                    return self.link_refused_there(number, cause);
                 }
                 self.fail_fetch(number, cause);
             }

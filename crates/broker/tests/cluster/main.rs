@@ -7,3 +7,4 @@ mod ledger;
 mod meeting;
 mod sim;
 mod storm;
+mod wire;

@@ -358,6 +358,8 @@ impl Cluster {
         if self.filter.is_some_and(|drop| drop(&message)) {
             return;
         }
+        let bytes = message.to_bytes().expect("it has a wire form");
+        let message = PeerMessage::from_bytes(&bytes).expect("what a broker says is within its bounds");
         let to = self.nodes.iter().position(|node| node.address == *peer);
         let up = |to: &usize| self.nodes[*to].broker.is_some();
         let Some(to) = to.filter(up) else {

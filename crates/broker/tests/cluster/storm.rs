@@ -510,7 +510,7 @@ fn every_transfer_ends_and_none_ends_wrongly() {
         }
         all
     });
-    eprintln!("{seen:#?}");
+    eprintln!("{seen:?}");
     let _ = Event::Detached {
         cause: kvferry_control::Fault::new(Code::Internal, ""),
     };
