@@ -4,9 +4,11 @@
 //! pages, fetches into them and verifies every byte of them and of the rest of the pool.
 
 mod content;
+mod fetch;
 mod memory;
 pub mod pattern;
 mod pool;
+mod publish;
 mod report;
 mod rows;
 mod run;

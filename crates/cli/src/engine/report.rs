@@ -7,7 +7,7 @@ use kvferry_handshake::{Mismatch, Numbered, Verdict};
 use serde::Serialize;
 
 use super::run::Checked;
-use crate::text::bytes;
+use crate::text::{bytes, counted};
 
 /// Something that happened. Times `at_us` are of the machine's monotonic clock, equal in all processes.
 #[derive(Clone, Debug, Serialize)]
@@ -21,9 +21,9 @@ pub(crate) enum Told {
         pool_bytes: u64,
     },
     Registered {
-        region: u16,
+        /// Region and generation of each.
+        regions: Vec<(u16, u64)>,
         bytes: u64,
-        generation: u64,
         paths: Vec<Path>,
     },
     Unregistered {
@@ -187,17 +187,12 @@ fn say(out: &mut impl std::io::Write, told: &Told) -> std::io::Result<()> {
             )
         }
         Told::Registered {
-            region,
+            regions,
             bytes: count,
-            generation,
             paths,
         } => {
-            let size = bytes(*count);
-            writeln!(
-                out,
-                "registered region {region}: {size}, generation {generation}, paths {}",
-                path_names(paths)
-            )
+            let (number, size) = (counted(regions.len(), "region"), bytes(*count));
+            writeln!(out, "registered {number}: {size}, paths {}", path_names(paths))
         }
         Told::Unregistered { region } => writeln!(out, "unregistered region {region}"),
         Told::Filled {
