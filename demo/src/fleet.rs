@@ -1,5 +1,6 @@
 //! The ranks of a prefill and a decode engine, each a process of its own, driven together.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -23,7 +24,9 @@ pub(crate) enum Side {
 /// All ranks of both engines.
 #[derive(Debug)]
 pub(crate) struct Fleet {
-    ranks: Vec<(Side, EngineRank)>,
+    /// By a number that is never used again: what an ended rank told last may still be on its way.
+    ranks: BTreeMap<usize, (Side, EngineRank)>,
+    next: usize,
     told: Receiver<Told>,
     teller: Sender<Told>,
 }
@@ -48,7 +51,8 @@ impl Fleet {
     pub(crate) fn new() -> Fleet {
         let (teller, told) = channel();
         Fleet {
-            ranks: Vec::new(),
+            ranks: BTreeMap::new(),
+            next: 0,
             told,
             teller,
         }
@@ -75,16 +79,17 @@ impl Fleet {
                 "script",
             ]);
             let name = format!("{:?}-{rank}-of-{}", engine.side, engine.incarnation).to_lowercase();
-            let from = self.ranks.len();
+            let from = self.next;
+            self.next += 1;
             let started = EngineRank::start(&name, &mut command, dir, from, self.teller.clone())?;
-            self.ranks.push((engine.side, started));
+            self.ranks.insert(from, (engine.side, started));
         }
         Ok(())
     }
 
     /// Gives all ranks of one side an order.
     pub(crate) fn order(&mut self, side: Side, order: &Value) -> anyhow::Result<()> {
-        for (_, rank) in self.ranks.iter_mut().filter(|(of, _)| *of == side) {
+        for (_, rank) in self.ranks.values_mut().filter(|(of, _)| *of == side) {
             rank.order(order)?;
         }
         Ok(())
@@ -92,7 +97,7 @@ impl Fleet {
 
     /// Ranks of one side.
     pub(crate) fn count(&self, side: Side) -> usize {
-        self.ranks.iter().filter(|(of, _)| *of == side).count()
+        self.ranks.values().filter(|(of, _)| *of == side).count()
     }
 
     /// Waits for `count` events of this name; `each` sees every event that comes meanwhile. An event that tells of a
@@ -113,7 +118,9 @@ impl Fleet {
                         "the engines have been silent for two minutes: {seen} of {count} {name} events came"
                     )
                 })?;
-            let (side, rank) = &mut self.ranks[told.from];
+            let Some((side, rank)) = self.ranks.get_mut(&told.from) else {
+                continue;
+            };
             let Some(event) = told.event else {
                 return Err(rank.ended_early());
             };
@@ -129,11 +136,17 @@ impl Fleet {
 
     /// Ends all ranks of one side: each audits its whole pool before it ends.
     pub(crate) fn finish(&mut self, side: Side) -> anyhow::Result<()> {
-        let (ending, staying) = std::mem::take(&mut self.ranks)
-            .into_iter()
-            .partition(|(of, _)| *of == side);
-        self.ranks = staying;
-        let ending: Vec<(Side, EngineRank)> = ending;
-        ending.into_iter().try_for_each(|(_, rank)| rank.finish())
+        let ending: Vec<usize> = self
+            .ranks
+            .iter()
+            .filter(|(_, (of, _))| *of == side)
+            .map(|(number, _)| *number)
+            .collect();
+        for number in ending {
+            if let Some((_, rank)) = self.ranks.remove(&number) {
+                rank.finish()?;
+            }
+        }
+        Ok(())
     }
 }

@@ -12,7 +12,7 @@ mod requests;
 mod table;
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitCode};
 
 use anyhow::Context as _;
 use clap::Parser;
@@ -43,8 +43,17 @@ struct Demo {
     small: bool,
 }
 
-fn main() -> anyhow::Result<()> {
-    let demo = Demo::parse();
+fn main() -> ExitCode {
+    match run(&Demo::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("demo: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(demo: &Demo) -> anyhow::Result<()> {
     let programs = Programs::beside_this()?;
     let available = memory_available()?;
     let burst = Burst::fitting(available, demo.small)?;
@@ -58,7 +67,7 @@ fn main() -> anyhow::Result<()> {
         gib(available)
     );
     let scene = Scene {
-        demo: &demo,
+        demo,
         programs: &programs,
         burst: &burst,
     };
@@ -81,11 +90,11 @@ fn main() -> anyhow::Result<()> {
 
     let authority = Authority::new(&demo.dir)?;
     let node_a = Node::start(&programs, &authority, &demo.dir, "node-a", "127.0.0.1")?;
-    println!(
-        "1. Two nodes: daemons at {} and the next, TLS between them.",
-        node_a.address
-    );
     let node_b = Node::start(&programs, &authority, &demo.dir, "node-b", "127.0.0.2")?;
+    println!(
+        "1. Two nodes: daemons at {} and {}, TLS between them.",
+        node_a.address, node_b.address
+    );
     let mut fleet = Fleet::new();
     let over_tcp = scene.carry(&mut fleet, (&node_a, &prefill), (&node_b, &decode), 1)?;
     scene.end(&mut fleet, &over_tcp)?;
@@ -125,26 +134,25 @@ impl Scene<'_> {
     ) -> anyhow::Result<PathBuf> {
         let file = self.demo.dir.join(format!("{engine}.toml"));
         let output = Command::new(&self.programs.kvferry)
-            .args([
-                "envelope",
-                "--framework",
-                "vllm",
-                "--engine",
-                engine,
-                "--role",
-                role,
-            ])
-            .arg("--config")
+            .args(["envelope", "--engine", engine, "--role", role])
+            .args(["--pool-pages", &pool_pages.to_string(), "--config"])
             .arg(&self.demo.model_config)
-            .args(["--tp", &tp.to_string(), "--block-size", &page_size.to_string()])
-            .args([
-                "--kv-cache-dtype",
-                element,
-                "--pool-pages",
-                &pool_pages.to_string(),
-            ])
             .arg("--output")
             .arg(&file)
+            .args([
+                "--",
+                "VLLM_KV_CACHE_LAYOUT=NHD",
+                "vllm",
+                "serve",
+                "meta-llama/Llama-3.1-8B",
+            ])
+            .args([
+                "--tensor-parallel-size",
+                &tp.to_string(),
+                "--block-size",
+                &page_size.to_string(),
+            ])
+            .args(["--kv-cache-dtype", element])
             .output()
             .context("starting kvferry envelope")?;
         let said = String::from_utf8_lossy(&output.stderr);

@@ -9,6 +9,7 @@
 
 pub mod check;
 pub mod engine;
+pub mod envelope;
 mod envelope_file;
 pub mod exit;
 pub mod explain;
@@ -37,6 +38,7 @@ enum Command {
     Check(check::Check),
     Plan(plan::Plan),
     Explain(explain::Explain),
+    Envelope(envelope::EnvelopeOf),
     Status(status::StatusOf),
     Engine(Box<engine::Engine>),
 }
@@ -53,6 +55,7 @@ impl Kvferry {
             Command::Check(check) => check.run(&mut out)?,
             Command::Plan(plan) => plan.run(&mut out)?,
             Command::Explain(explain) => explain.run(&mut out)?,
+            Command::Envelope(envelope) => envelope.run(&mut out)?,
             Command::Status(status) => status.run(&mut out)?,
             Command::Engine(engine) => engine.run()?,
         };

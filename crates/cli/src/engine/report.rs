@@ -3,7 +3,7 @@
 use std::io::Write as _;
 
 use kvferry_client::{Path, Report};
-use kvferry_handshake::{Mismatch, Numbered, Verdict};
+use kvferry_handshake::{Code, Mismatch, Numbered, Verdict};
 use serde::Serialize;
 
 use super::run::Checked;
@@ -288,7 +288,11 @@ fn say(out: &mut impl std::io::Write, told: &Told) -> std::io::Result<()> {
             ..
         } => {
             writeln!(out, "FAILED {}: {code}: {message}", named(transfer, *attempt))?;
-            write!(out, "{}", Numbered(mismatches))
+            // A refused link was told in full when the verdict came.
+            match code == Code::LinkRefused.name() {
+                true => Ok(()),
+                false => write!(out, "{}", Numbered(mismatches)),
+            }
         }
         Told::Verified {
             transfer,
