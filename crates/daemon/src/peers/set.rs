@@ -379,3 +379,6 @@ fn down(peer: &PeerAddress, cause: Fault) -> Change {
         cause,
     }
 }
+
+#[cfg(test)]
+mod tests;
