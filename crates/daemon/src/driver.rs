@@ -421,7 +421,12 @@ impl Driver {
     /// What the daemon is doing.
     fn status(&self) -> Status {
         let mut counts = self.broker.counts();
-        counts.extend(self.plane.counts());
+        counts.extend(
+            self.plane
+                .counts()
+                .into_iter()
+                .map(|(name, count)| (format!("data_{name}"), count)),
+        );
         let count = |count: usize| u64::try_from(count).unwrap_or(u64::MAX);
         counts.push(("connections".to_owned(), count(self.reception.admission.count())));
         counts.push(("peer_channels".to_owned(), count(self.peers.open_channels())));

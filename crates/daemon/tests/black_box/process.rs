@@ -1,0 +1,247 @@
+//! The program itself: its exit codes, its restart, and its end.
+
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use kvferry_client::{ClientError, Notice};
+use kvferry_handshake::Code;
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::rig::{Engine, PATIENCE, soon};
+
+/// A running kvferryd. Killed when it is dropped.
+struct Program {
+    child: Child,
+    advertised: String,
+}
+
+impl Program {
+    fn start(socket: &Path, more: &[&str]) -> Program {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_kvferryd"))
+            .arg("--socket")
+            .arg(socket)
+            .args([
+                "--peer-listen=127.0.0.1:0",
+                "--metrics-listen=off",
+                "--log-format=json",
+            ])
+            .args(more)
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let ready = lines.find_map(|line| {
+            let line: serde_json::Value = serde_json::from_str(&line.unwrap()).unwrap();
+            (line["message"] == "kvferryd is ready").then(|| line["advertised"].as_str().unwrap().to_owned())
+        });
+        // Read on, so that it never blocks on its log.
+        std::thread::spawn(move || lines.for_each(drop));
+        Program {
+            child,
+            advertised: ready.expect("it ended before it was ready"),
+        }
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    async fn exit_code(mut self) -> Option<i32> {
+        let wait = tokio::task::spawn_blocking(move || {
+            let status = self.child.wait().unwrap();
+            status.code()
+        });
+        soon("its end", wait).await.unwrap()
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn run(arguments: &[&str]) -> (Option<i32>, String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_kvferryd"))
+        .args(arguments)
+        .output()
+        .unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn check_config_prints_what_would_be_used_and_names_what_is_wrong() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("kvferryd.toml");
+    let path = file.to_str().unwrap();
+    std::fs::write(&file, "lanes_per_peer = 7\n").unwrap();
+    let (code, printed, _) = run(&["--check-config", "-c", path, "--lease-ms", "1234"]);
+    assert_eq!(code, Some(0));
+    assert!(
+        printed.contains("lanes_per_peer = 7\n") && printed.contains("lease_ms = 1234\n"),
+        "{printed}"
+    );
+    // What it prints is a file that says the same.
+    std::fs::write(&file, &printed).unwrap();
+    assert_eq!(run(&["--check-config", "-c", path]).1, printed);
+
+    std::fs::write(&file, "\nlane_per_peer = 7\n").unwrap();
+    let (code, _, error) = run(&["--check-config", "-c", path]);
+    assert_eq!(code, Some(2));
+    assert!(
+        error.contains(":2: ") && error.contains("\"lanes_per_peer\""),
+        "{error}"
+    );
+    // Without the flag, too, nothing starts.
+    assert_eq!(run(&["-c", path]).0, Some(2));
+    assert_eq!(run(&["--peer-listen=0.0.0.0:7460"]).0, Some(2));
+    assert_eq!(run(&["--version"]).0, Some(0));
+}
+
+#[test]
+fn what_cannot_start_says_why() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("kvferryd.sock");
+    let first = Program::start(&socket, &[]);
+    let socket = format!("--socket={}", socket.display());
+    let (code, _, error) = run(&[&socket, "--peer-listen=127.0.0.1:0", "--metrics-listen=off"]);
+    assert_eq!(code, Some(1));
+    assert!(error.contains("another kvferryd serves"), "{error}");
+    let other = format!("--socket={}", directory.path().join("other.sock").display());
+    let taken = format!("--peer-listen={}", first.advertised);
+    let (code, _, error) = run(&[&other, &taken, "--metrics-listen=off"]);
+    assert_eq!(code, Some(1));
+    assert!(
+        error.contains("peer_listen: ") && error.contains("choose a free port"),
+        "{error}"
+    );
+    let missing = [
+        "--tls-ca=/nonexistent/ca.pem",
+        "--tls-cert=/nonexistent/c",
+        "--tls-key=/nonexistent/k",
+    ];
+    let (code, _, error) = run(&[&[other.as_str(), "--peer-listen=127.0.0.1:0"], &missing[..]].concat());
+    assert_eq!(code, Some(1));
+    assert!(error.contains("tls.ca: /nonexistent/ca.pem"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn signals_drain_and_end_with_0() {
+    for signal in [Signal::TERM, Signal::INT] {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("kvferryd.sock");
+        let program = Program::start(&socket, &["--grace-ms=200"]);
+        let engine = Engine::attach(&socket, "e").await;
+        let publication = engine
+            .rank
+            .publish(engine.publish_of("t", &[1], 4))
+            .await
+            .unwrap();
+        program.signal(signal);
+        let failed = soon("the publish's end", publication.ended()).await.unwrap_err();
+        assert_eq!(failed.cause.code, Code::Shutdown, "{failed}");
+        assert_eq!(program.exit_code().await, Some(0));
+        assert!(!socket.exists());
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_transfer_under_way_may_finish_in_the_grace() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("kvferryd.sock");
+    let program = Program::start(&socket, &["--grace-ms=10000"]);
+    let (prefill, decode) = (
+        Engine::attach(&socket, "p").await,
+        Engine::attach(&socket, "d").await,
+    );
+    let source = format!("kvferry://{}/p", program.advertised);
+    let mut publish = prefill.publish_of("t", &[1], 4);
+    publish.ready.end = None;
+    let publication = prefill.rank.publish(publish).await.unwrap();
+    let fetching = decode
+        .rank
+        .fetch(decode.fetch_of(&source, "t", &[2], 4))
+        .await
+        .unwrap();
+    program.signal(Signal::TERM);
+    // New work is refused meanwhile.
+    let refused = async {
+        loop {
+            match decode.rank.fetch(decode.fetch_of(&source, "late", &[3], 4)).await {
+                Err(ClientError::Refused(fault)) if fault.code == Code::Shutdown => return,
+                _ => tokio::time::sleep(Duration::from_millis(5)).await,
+            }
+        }
+    };
+    soon("the refusal of new work", refused).await;
+    decode.rank.abort(&"late".into()).await.ok();
+    publication
+        .update(kvferry_handshake::Ready::complete(4), None, None)
+        .await
+        .unwrap();
+    soon("delivery", fetching.ended()).await.unwrap();
+    assert_eq!(program.exit_code().await, Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_comes_back_by_itself_when_the_daemon_was_killed() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("kvferryd.sock");
+    let first = Program::start(&socket, &[]);
+    let (prefill, decode) = (
+        Engine::attach(&socket, "p").await,
+        Engine::attach(&socket, "d").await,
+    );
+    let before = prefill.rank.welcome();
+    let mut notices = prefill.rank.notices();
+    let publication = prefill
+        .rank
+        .publish(prefill.publish_of("t", &[1, 2], 8))
+        .await
+        .unwrap();
+
+    first.signal(Signal::KILL);
+    let failed = soon("the publish's local end", publication.ended())
+        .await
+        .unwrap_err();
+    assert_eq!(failed.cause.code, Code::DaemonRestarted);
+    assert!(failed.cause.code.can_retry());
+    assert_eq!(soon("the notice", notices.next()).await, Some(Notice::DaemonLost));
+    let away = prefill
+        .rank
+        .publish(prefill.publish_of("t", &[1, 2], 8))
+        .await
+        .unwrap_err();
+    assert!(
+        matches!(away, ClientError::DaemonAway { .. }) && away.can_retry(),
+        "{away}"
+    );
+
+    drop(first);
+    let second = Program::start(&socket, &[]);
+    soon("re-attachment", async {
+        tokio::join!(prefill.rank.ready(), decode.rank.ready())
+    })
+    .await
+    .0
+    .unwrap();
+    assert_ne!(prefill.rank.welcome().incarnation, before.incarnation);
+
+    // Attached and registered as before, without the engine's doing.
+    prefill.fill(&[1, 2], 8, 5);
+    decode.poison();
+    let source = format!("kvferry://{}/p", second.advertised);
+    let mut publish = prefill.publish_of("t", &[1, 2], 8);
+    publish.transfer.attempt = 1;
+    let mut fetch = decode.fetch_of(&source, "t", &[3, 4], 8);
+    fetch.transfer.attempt = 1;
+    prefill.rank.publish(publish).await.unwrap();
+    let fetching = decode.rank.fetch(fetch).await.unwrap();
+    soon("delivery", fetching.ended()).await.unwrap();
+    decode.verify(&[3, 4], 0, 8, 5);
+    assert!(PATIENCE > Duration::ZERO);
+}

@@ -1,0 +1,233 @@
+//! Pages move, and every end is told.
+
+use kvferry_client::{Notice, Path, Progress, TransferId};
+use kvferry_handshake::{Code, Ready};
+
+use crate::rig::{Authority, Engine, Node, PAGE_SIZE, POOL, envelope, soon};
+
+/// Prefill and decode engines on these nodes; one transfer of `tokens`.
+async fn carry(prefill_node: &Node, decode_node: &Node, path: Path) {
+    let prefill = Engine::attach(prefill_node.socket(), "prefill").await;
+    let decode = Engine::attach(decode_node.socket(), "decode").await;
+    let source = prefill_node.source("prefill");
+    for (at, tokens) in [1, 4, 37, 128].into_iter().enumerate() {
+        let id = format!("t{at}");
+        let seed = at as u64;
+        let count = u32::try_from(tokens).unwrap().div_ceil(PAGE_SIZE);
+        let from: Vec<u32> = (0..count).map(|k| (k * 7 + 3) % POOL).collect();
+        let into: Vec<u32> = (0..count).map(|k| (k * 5 + 60) % POOL).collect();
+        prefill.fill(&from, tokens, seed);
+        decode.poison();
+        let (publication, fetching) = if at % 2 == 0 {
+            let publication = prefill
+                .rank
+                .publish(prefill.publish_of(&id, &from, tokens))
+                .await
+                .unwrap();
+            let fetching = decode
+                .rank
+                .fetch(decode.fetch_of(&source, &id, &into, tokens))
+                .await
+                .unwrap();
+            (publication, fetching)
+        } else {
+            let fetching = decode
+                .rank
+                .fetch(decode.fetch_of(&source, &id, &into, tokens))
+                .await
+                .unwrap();
+            let publication = prefill
+                .rank
+                .publish(prefill.publish_of(&id, &from, tokens))
+                .await
+                .unwrap();
+            (publication, fetching)
+        };
+        let delivered = soon("delivery", fetching.ended()).await.unwrap();
+        decode.verify(&into, 0, tokens, seed);
+        assert_eq!(delivered.tokens, tokens);
+        assert_eq!(delivered.metadata, id.as_bytes());
+        assert_eq!(delivered.report.paths, [(path, tokens * 3 * 2 * 2 * 512 * 2)]);
+        let published = soon("the publish's end", publication.ended()).await.unwrap();
+        assert_eq!(published.report.paths, delivered.report.paths);
+    }
+    for (node, name) in [
+        (prefill_node, "publishes"),
+        (decode_node, "fetches"),
+        (decode_node, "jobs"),
+    ] {
+        node.settles(name, 0).await;
+    }
+}
+
+#[tokio::test]
+async fn within_a_node() {
+    let node = Node::start(|_| {}).await;
+    carry(&node, &node, Path::Local).await;
+    node.settles("regions", 0).await;
+    node.settles("data_regions", 0).await;
+    node.settles("data_mapped_bytes", 0).await;
+}
+
+#[tokio::test]
+async fn between_nodes_without_tls_on_loopback() {
+    let (a, b) = (
+        Node::start(|_| {}).await,
+        Node::start(|config| config.checksum = true).await,
+    );
+    carry(&a, &b, Path::Tcp).await;
+    let status = a.status().await;
+    let peer = &status.peers[0];
+    assert_eq!(peer.address, b.daemon.addresses().advertised);
+    assert_eq!(peer.state, "connected");
+    assert!(peer.sent_bytes > 0 && peer.received_bytes == 0, "{peer:?}");
+}
+
+#[tokio::test]
+async fn between_nodes_with_tls_and_encrypted_lanes() {
+    let authority = Authority::new();
+    for encrypt in [false, true] {
+        let (a, b) = (
+            authority.issue("a", &["127.0.0.1"]),
+            authority.issue("b", &["127.0.0.1"]),
+        );
+        let start = |files| {
+            Node::start(move |config| {
+                config.tls = Some(files);
+                config.encrypt_lanes = encrypt;
+            })
+        };
+        let (a, b) = (start(a).await, start(b).await);
+        carry(&a, &b, Path::Tcp).await;
+    }
+}
+
+#[tokio::test]
+async fn both_ways_over_one_channel() {
+    let (a, b) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
+    let (at_a, at_b) = (
+        Engine::attach(a.socket(), "x").await,
+        Engine::attach(b.socket(), "y").await,
+    );
+    // Both daemons open a channel at the same time.
+    let fetch_a = at_a.rank.fetch(at_a.fetch_of(&b.source("y"), "to-a", &[1, 2], 8));
+    let fetch_b = at_b.rank.fetch(at_b.fetch_of(&a.source("x"), "to-b", &[1, 2], 8));
+    let (fetch_a, fetch_b) = tokio::join!(fetch_a, fetch_b);
+    at_a.fill(&[5, 6], 8, 1);
+    at_b.fill(&[5, 6], 8, 2);
+    at_a.rank
+        .publish(at_a.publish_of("to-b", &[5, 6], 8))
+        .await
+        .unwrap();
+    at_b.rank
+        .publish(at_b.publish_of("to-a", &[5, 6], 8))
+        .await
+        .unwrap();
+    soon("delivery to a", fetch_a.unwrap().ended()).await.unwrap();
+    soon("delivery to b", fetch_b.unwrap().ended()).await.unwrap();
+    assert_eq!(
+        (a.count("peer_channels").await, b.count("peer_channels").await),
+        (1, 1)
+    );
+}
+
+#[tokio::test]
+async fn a_refusal_names_every_mismatch_to_both_engines() {
+    let (a, b) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
+    let prefill = Engine::attach(a.socket(), "prefill").await;
+    let mut other = envelope("decode");
+    other.identity.model = "another".into();
+    other.components[0].element = kvferry_handshake::Element::Bf16;
+    let decode = Engine::attach_as(b.socket(), other).await;
+    let (mut at_prefill, mut at_decode) = (prefill.rank.notices(), decode.rank.notices());
+    let fetching = decode
+        .rank
+        .fetch(decode.fetch_of(&a.source("prefill"), "t", &[1], 4))
+        .await
+        .unwrap();
+    let failed = soon("the refusal", fetching.ended()).await.unwrap_err();
+    assert_eq!(failed.cause.code, Code::LinkRefused, "{failed}");
+    let codes: Vec<Code> = failed
+        .cause
+        .mismatches
+        .iter()
+        .map(|mismatch| mismatch.code)
+        .collect();
+    assert!(
+        codes.contains(&Code::Model) && codes.contains(&Code::ElementType),
+        "{codes:?}"
+    );
+    for notices in [&mut at_prefill, &mut at_decode] {
+        let refused = async {
+            loop {
+                if let Some(Notice::Event(kvferry_client::Event::Refused { verdict, .. })) =
+                    notices.next().await
+                {
+                    return verdict;
+                }
+            }
+        };
+        assert_eq!(
+            soon("the refusal's notice", refused).await.mismatches.len(),
+            codes.len()
+        );
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_ends_frees_what_it_had_and_fails_what_it_did() {
+    let (a, b) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
+    let prefill = Engine::attach(a.socket(), "prefill").await;
+    let decode = Engine::attach(b.socket(), "decode").await;
+    let publish = kvferry_client::PublishRequest {
+        // Not all of it: it waits for more, which never comes.
+        ready: Ready {
+            tokens: 4,
+            front_tokens: 4,
+            front_layers: 0,
+            end: None,
+        },
+        ..prefill.publish_of("t", &[1, 2], 8)
+    };
+    let publication = prefill.rank.publish(publish).await.unwrap();
+    let fetching = decode
+        .rank
+        .fetch(decode.fetch_of(&a.source("prefill"), "t", &[1, 2], 8))
+        .await
+        .unwrap();
+    soon("meeting", publication.moved_on(&Progress::default())).await;
+    let fds = a.count("fds").await;
+    drop((prefill, publication));
+    let failed = soon("the fetch's failure", fetching.ended()).await.unwrap_err();
+    assert_eq!(failed.cause.code, Code::EngineGone, "{failed}");
+    a.settles("ranks", 0).await;
+    a.settles("data_regions", 0).await;
+    a.settles("data_jobs", 0).await;
+    b.settles("data_jobs", 0).await;
+    assert!(a.count("fds").await < fds);
+}
+
+#[tokio::test]
+async fn an_abort_ends_both_sides() {
+    let (a, b) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
+    let prefill = Engine::attach(a.socket(), "prefill").await;
+    let decode = Engine::attach(b.socket(), "decode").await;
+    let mut publish = prefill.publish_of("t", &[1, 2], 8);
+    publish.ready.end = None;
+    publish.ready.tokens = 0;
+    publish.ready.front_tokens = 0;
+    let publication = prefill.rank.publish(publish).await.unwrap();
+    let fetching = decode
+        .rank
+        .fetch(decode.fetch_of(&a.source("prefill"), "t", &[1, 2], 8))
+        .await
+        .unwrap();
+    soon("meeting", publication.moved_on(&Progress::default())).await;
+    decode.rank.abort(&TransferId::from("t")).await.unwrap();
+    let (fetch, publish) = tokio::join!(
+        soon("the fetch's end", fetching.ended()),
+        soon("the publish's end", publication.ended())
+    );
+    assert_eq!(fetch.unwrap_err().cause.code, Code::Aborted);
+    assert_eq!(publish.unwrap_err().cause.code, Code::Aborted);
+}
