@@ -46,6 +46,8 @@ pub(crate) struct Part {
     pub(crate) bytes: u64,
     pub(crate) job: Option<JobId>,
     pub(crate) stage: Stage,
+    /// The decode rank said that it has everything.
+    delivered: bool,
     /// When the fetch's daemon last spoke of it.
     heard: Micros,
 }
@@ -334,6 +336,7 @@ impl Broker {
             bytes: 0,
             job: None,
             stage: Stage::Waiting,
+            delivered: false,
             heard: self.now,
         })
     }
@@ -522,6 +525,9 @@ impl Broker {
         let is_final = publish.is_some_and(|publish| publish.end().is_some());
         match part.stage {
             Stage::Bound if is_final => {
+                if let Some(part) = self.announced.get_mut(key) {
+                    part.delivered = true;
+                }
                 self.end_part(key, None);
                 self.serve_rank(&publish_key, &decode, rank);
             }
@@ -634,14 +640,22 @@ impl Broker {
             return;
         };
         part.job = None;
-        part.bytes = part.bytes.max(tally.bytes);
         let ended = part.stage == Stage::Ended;
         let (publish_key, decode) = (part.publish_key(key), part.decode.clone());
+        let delivered = part.map.clone().filter(|_| part.delivered);
+        let mut tally = *tally;
         if let Some(publish) = self.publishes.even_ending(&publish_key) {
-            publish.tallies.add(&job.peer, job.path, tally);
+            // The decode side's word overtakes the lanes' last acknowledgements.
+            if let (Some(map), Some(end)) = (delivered, publish.end()) {
+                tally.bytes = tally.bytes.max(map.cut(end).total_bytes());
+            }
+            publish.tallies.add(&job.peer, job.path, &tally);
             if let Some(serving) = publish.servings.get_mut(&decode) {
                 serving.progress = now;
             }
+        }
+        if let Some(part) = self.announced.get_mut(key) {
+            part.bytes = part.bytes.max(tally.bytes);
         }
         if ended {
             self.remove_part(key);
