@@ -3,6 +3,8 @@
 //! The files of a version that was released are never changed: a release speaks its predecessor's version,
 //! and this is what proves it. `KVFERRY_WRITE_GOLDEN=1` writes those of a version that is being made.
 
+#![allow(clippy::unwrap_used)] // a panic here is a failed test
+
 use std::fmt::Debug;
 use std::fmt::Write;
 use std::path::Path;

@@ -259,7 +259,7 @@ impl Driver {
                         PeerFrame::Broker(message) => self.handle(Input::Peer {
                             peer,
                             incarnation,
-                            message,
+                            message: *message,
                         }),
                         PeerFrame::Lane(message) => self.plane.peer_message(&peer.0, message),
                         PeerFrame::Alive => {}
@@ -394,7 +394,7 @@ impl Driver {
             self.loopback.push_back(message);
             return;
         }
-        match peers::encode(&PeerFrame::Broker(message)) {
+        match peers::encode(&PeerFrame::Broker(Box::new(message))) {
             Ok(frame) => {
                 let changes = self.peers.send(Instant::now(), &peer, frame);
                 self.apply(changes);

@@ -60,7 +60,7 @@ pub(crate) enum HelloAnswer {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum PeerFrame {
     /// From broker to broker.
-    Broker(PeerMessage),
+    Broker(Box<PeerMessage>),
     /// From data plane to data plane.
     Lane(LaneMessage),
     /// Said each second when there is nothing else to say.

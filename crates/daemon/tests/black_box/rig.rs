@@ -18,23 +18,23 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use tempfile::TempDir;
 
 /// Nothing here takes so long; a test that waits longer has failed.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
-pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
+pub(crate) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future)
         .await
         .unwrap_or_else(|_| panic!("{what} did not happen"))
 }
 
 /// A daemon and its directory.
-pub struct Node {
-    pub daemon: Daemon,
+pub(crate) struct Node {
+    pub(crate) daemon: Daemon,
     /// Removed with the node.
     _directory: TempDir,
 }
 
 /// A configuration on loopback with any free ports.
-pub fn config(directory: &Path) -> Config {
+pub(crate) fn config(directory: &Path) -> Config {
     Config {
         socket: directory.join("kvferryd.sock"),
         peer_listen: "127.0.0.1:0".parse().unwrap(),
@@ -44,7 +44,7 @@ pub fn config(directory: &Path) -> Config {
 }
 
 impl Node {
-    pub async fn start(change: impl FnOnce(&mut Config)) -> Node {
+    pub(crate) async fn start(change: impl FnOnce(&mut Config)) -> Node {
         let directory = tempfile::tempdir().unwrap();
         let mut config = config(directory.path());
         change(&mut config);
@@ -55,26 +55,26 @@ impl Node {
         }
     }
 
-    pub fn socket(&self) -> &Path {
+    pub(crate) fn socket(&self) -> &Path {
         &self.daemon.addresses().socket
     }
 
     /// `kvferry://HOST:PORT/ENGINE`
-    pub fn source(&self, engine: &str) -> String {
+    pub(crate) fn source(&self, engine: &str) -> String {
         format!("kvferry://{}/{engine}", self.daemon.addresses().advertised)
     }
 
-    pub async fn status(&self) -> Status {
+    pub(crate) async fn status(&self) -> Status {
         let client = soon("connecting", Client::connect(self.socket())).await.unwrap();
         soon("status", client.status()).await.unwrap()
     }
 
-    pub async fn count(&self, name: &str) -> u64 {
+    pub(crate) async fn count(&self, name: &str) -> u64 {
         count(&self.status().await, name)
     }
 
     /// Waits until a count is as expected.
-    pub async fn settles(&self, name: &str, expected: u64) {
+    pub(crate) async fn settles(&self, name: &str, expected: u64) {
         let settled = tokio::time::timeout(PATIENCE, async {
             while self.count(name).await != expected {
                 tokio::time::sleep(Duration::from_millis(10)).await;
@@ -86,7 +86,7 @@ impl Node {
     }
 }
 
-pub fn count(status: &Status, name: &str) -> u64 {
+pub(crate) fn count(status: &Status, name: &str) -> u64 {
     let found = status.counts.iter().find(|(count, _)| count == name);
     found
         .unwrap_or_else(|| panic!("no count {name} in {:?}", status.counts))
@@ -94,14 +94,14 @@ pub fn count(status: &Status, name: &str) -> u64 {
 }
 
 /// A certificate authority.
-pub struct Authority {
+pub(crate) struct Authority {
     issuer: Issuer<'static, KeyPair>,
     directory: TempDir,
     ca: PathBuf,
 }
 
 impl Authority {
-    pub fn new() -> Authority {
+    pub(crate) fn new() -> Authority {
         let directory = tempfile::tempdir().unwrap();
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(Vec::new()).unwrap();
@@ -117,7 +117,7 @@ impl Authority {
     }
 
     /// The files of a daemon whose certificate is for `names`.
-    pub fn issue(&self, file: &str, names: &[&str]) -> TlsFiles {
+    pub(crate) fn issue(&self, file: &str, names: &[&str]) -> TlsFiles {
         let key = KeyPair::generate().unwrap();
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let certificate = CertificateParams::new(names)
@@ -135,8 +135,8 @@ impl Authority {
     }
 }
 
-pub const PAGE_SIZE: u32 = 4;
-pub const POOL: u32 = 64;
+pub(crate) const PAGE_SIZE: u32 = 4;
+pub(crate) const POOL: u32 = 64;
 const LAYERS: u32 = 3;
 const HEADS: u32 = 2;
 const WIDTH: u32 = 512;
@@ -147,7 +147,7 @@ const PAGE: u64 = ROW * PAGE_SIZE as u64;
 const MEMORY: u64 = PAGE * POOL as u64 * (LAYERS * 2) as u64;
 
 /// An engine with one rank: K and V of three layers, fp16, in one region.
-pub fn envelope(engine: &str) -> Envelope {
+pub(crate) fn envelope(engine: &str) -> Envelope {
     let part = |name: &str| Part {
         name: name.into(),
         heads: HEADS,
@@ -211,17 +211,17 @@ pub fn envelope(engine: &str) -> Envelope {
 }
 
 /// An attached engine and its memory.
-pub struct Engine {
-    pub rank: Rank,
-    pub memory: SealedMemory,
+pub(crate) struct Engine {
+    pub(crate) rank: Rank,
+    pub(crate) memory: SealedMemory,
 }
 
 impl Engine {
-    pub async fn attach(socket: &Path, name: &str) -> Engine {
+    pub(crate) async fn attach(socket: &Path, name: &str) -> Engine {
         Engine::attach_as(socket, envelope(name)).await
     }
 
-    pub async fn attach_as(socket: &Path, envelope: Envelope) -> Engine {
+    pub(crate) async fn attach_as(socket: &Path, envelope: Envelope) -> Engine {
         let client = soon("connecting", Client::connect(socket)).await.unwrap();
         let rank = soon("attaching", client.attach(envelope, 0, None)).await.unwrap();
         let memory = SealedMemory::create("pool", MEMORY).unwrap();
@@ -236,7 +236,7 @@ impl Engine {
     }
 
     /// Fills the rows of `tokens` tokens with what `seed` says.
-    pub fn fill(&self, pages: &[u32], tokens: u64, seed: u64) {
+    pub(crate) fn fill(&self, pages: &[u32], tokens: u64, seed: u64) {
         for (offset, token, place) in rows(pages, 0, tokens) {
             self.file()
                 .write_all_at(&row(seed, token, place), offset)
@@ -245,14 +245,14 @@ impl Engine {
     }
 
     /// Fills everything with what no row holds.
-    pub fn poison(&self) {
+    pub(crate) fn poison(&self) {
         self.file()
             .write_all_at(&vec![0xee; usize::try_from(MEMORY).unwrap()], 0)
             .unwrap();
     }
 
     /// Whether tokens `[from, to)` hold what `seed` says, and nothing else was written over the poison.
-    pub fn verify(&self, pages: &[u32], from: u64, to: u64, seed: u64) {
+    pub(crate) fn verify(&self, pages: &[u32], from: u64, to: u64, seed: u64) {
         let mut expected = vec![0xee; usize::try_from(MEMORY).unwrap()];
         for (offset, token, place) in rows(pages, from, to) {
             let offset = usize::try_from(offset).unwrap();
@@ -268,7 +268,7 @@ impl Engine {
         assert_eq!(wrong, None, "a byte differs");
     }
 
-    pub fn publish_of(&self, id: &str, pages: &[u32], tokens: u64) -> PublishRequest {
+    pub(crate) fn publish_of(&self, id: &str, pages: &[u32], tokens: u64) -> PublishRequest {
         PublishRequest {
             transfer: TransferId::from(id),
             pages: Some(lists(pages)),
@@ -278,7 +278,7 @@ impl Engine {
         }
     }
 
-    pub fn fetch_of(&self, source: &str, id: &str, pages: &[u32], tokens: u64) -> FetchRequest {
+    pub(crate) fn fetch_of(&self, source: &str, id: &str, pages: &[u32], tokens: u64) -> FetchRequest {
         FetchRequest {
             source: source.to_owned(),
             transfer: TransferId::from(id),
@@ -289,7 +289,7 @@ impl Engine {
     }
 }
 
-pub fn lists(pages: &[u32]) -> PageLists {
+pub(crate) fn lists(pages: &[u32]) -> PageLists {
     PageLists {
         groups: vec![pages.to_vec()],
     }
