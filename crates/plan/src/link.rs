@@ -25,6 +25,8 @@ pub struct LinkPlan {
     pairs: Vec<((u32, u32), Range<usize>)>,
     /// What page lists must look like, by rank.
     pub(crate) rules: Both<Vec<PageRules>>,
+    /// Target size of a chunk.
+    pub(crate) chunk_bytes: u64,
     digest: [u8; 32],
 }
 
@@ -40,6 +42,15 @@ pub(crate) struct Pair<'a> {
 impl LinkPlan {
     /// Plans a link. Fails with *every* mismatch in coverage, never just the first.
     pub fn new(prefill: &Envelope, decode: &Envelope) -> Result<LinkPlan, Vec<Mismatch>> {
+        LinkPlan::with_chunk_bytes(prefill, decode, CHUNK_BYTES)
+    }
+
+    /// The same with chunks of about `chunk_bytes` bytes; both daemons must use the same.
+    pub fn with_chunk_bytes(
+        prefill: &Envelope,
+        decode: &Envelope,
+        chunk_bytes: u64,
+    ) -> Result<LinkPlan, Vec<Mismatch>> {
         let envelopes = [prefill, decode];
         soundness::check(envelopes)?;
         let (pairs, mut mismatches) = pair_components(envelopes);
@@ -63,13 +74,14 @@ impl LinkPlan {
         });
         Ok(LinkPlan {
             pairs: pair_ranges(&streams),
-            digest: digest(&streams),
+            digest: digest(&streams, chunk_bytes),
+            chunk_bytes,
             streams,
             rules,
         })
     }
 
-    /// Digest over [`PLANNER_VERSION`], [`CHUNK_BYTES`] and every stream: equal on both daemons or no byte moves.
+    /// Digest over [`PLANNER_VERSION`], the size of chunks and every stream: equal on both daemons or no byte moves.
     pub fn digest(&self) -> [u8; 32] {
         self.digest
     }
@@ -113,11 +125,11 @@ fn pair_ranges(streams: &[Stream]) -> Vec<((u32, u32), Range<usize>)> {
     pairs
 }
 
-fn digest(streams: &[Stream]) -> [u8; 32] {
+fn digest(streams: &[Stream], chunk_bytes: u64) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new();
     hasher.update(b"kvferry plan");
     hasher.update(&PLANNER_VERSION.to_le_bytes());
-    hasher.update(&CHUNK_BYTES.to_le_bytes());
+    hasher.update(&chunk_bytes.to_le_bytes());
     let mut bytes = Vec::new();
     streams
         .iter()

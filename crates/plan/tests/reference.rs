@@ -4,11 +4,11 @@
 
 mod random;
 
-use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use random::{case, draw::Draw};
+use random::case;
+use random::draw::{Draw, Seen};
 
 const CASES: u64 = 20_000;
 
@@ -18,12 +18,12 @@ fn moves_equal_the_element_by_element_copy() {
     let cases: u64 = std::env::var("KVFERRY_CASES").map_or(CASES, |cases| cases.parse().unwrap());
     let next = AtomicU64::new(first);
     let carrying = AtomicU64::new(0);
-    let seen = Mutex::new(BTreeMap::new());
+    let seen = Mutex::new(Seen::new());
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
-                let mut mine: BTreeMap<(&str, &str), u64> = BTreeMap::new();
+                let mut mine = Seen::new();
                 loop {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
                     if seed >= first + cases {

@@ -4,4 +4,5 @@ pub(crate) mod case;
 pub(crate) mod draw;
 pub(crate) mod engine;
 pub(crate) mod memory;
+pub(crate) mod model;
 pub(crate) mod reference;
