@@ -393,3 +393,96 @@ fn lcm(a: u64, b: u64) -> Option<u64> {
     }
     (a / common).checked_mul(b)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every split of up to 4 ranks with interleaves that divide 12, in pairs.
+    fn pairs() -> impl Iterator<Item = TokenSet> {
+        let shares = || {
+            [1, 2, 3, 4].into_iter().flat_map(|size| {
+                [1, 2, 3, 4, 6, 12].into_iter().flat_map(move |interleave| {
+                    (0..size).map(move |rank| Share::new(Dcp { size, interleave }, rank))
+                })
+            })
+        };
+        shares().flat_map(move |source| {
+            shares().flat_map(move |target| {
+                [(12, 12), (12, 24), (36, 12)]
+                    .into_iter()
+                    .map(move |(a, b)| TokenSet::new(source, target, a, b))
+            })
+        })
+    }
+
+    fn both_hold(set: &TokenSet, token: u64) -> bool {
+        [set.source, set.target]
+            .iter()
+            .all(|share| share.dcp.owner(token) == share.rank)
+    }
+
+    #[test]
+    fn counts_and_meets_equal_trying_every_token() {
+        for set in pairs() {
+            let held: Vec<u64> = (0..700).filter(|token| both_hold(&set, *token)).collect();
+            // Every period of these splits is below 600.
+            assert_eq!(set.source.meets(&set.target), !held.is_empty(), "{set:?}");
+            for (from, to) in [(0, 1), (0, 700), (5, 33), (47, 48), (13, 650), (40, 40)] {
+                let expected = held.iter().filter(|token| (from..to).contains(*token)).count() as u64;
+                assert_eq!(set.count(from, to), expected, "{set:?} {from} {to}");
+            }
+        }
+    }
+
+    #[test]
+    fn runs_hold_every_token_once_in_order_and_inside_one_page() {
+        for set in pairs() {
+            for (from, to) in [(0, 100), (7, 91), (24, 72), (95, 96)] {
+                let mut found = Vec::new();
+                for run in set.runs(from, to) {
+                    for block in 0..run.blocks {
+                        for token in 0..run.tokens {
+                            let local = [0, 1].map(|side| {
+                                let in_page = run.token[side] + block * run.steps[side] + token;
+                                assert!(in_page < set.pages[side], "{set:?} {run:?}");
+                                run.entry[side] * set.pages[side] + in_page
+                            });
+                            let globals = [
+                                set.source.dcp.global(set.source.rank, local[0]),
+                                set.target.dcp.global(set.target.rank, local[1]),
+                            ];
+                            assert_eq!(globals[0], globals[1], "{set:?} {run:?}");
+                            found.push(globals[0]);
+                        }
+                    }
+                }
+                let expected: Vec<u64> = (from..to).filter(|token| both_hold(&set, *token)).collect();
+                assert_eq!(found, expected, "{set:?} {from} {to}");
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_that_lie_in_one_page_are_one_run() {
+        let split = Dcp {
+            size: 8,
+            interleave: 1,
+        };
+        let set = TokenSet::new(Share::new(Dcp::NONE, 0), Share::new(split, 3), 64, 64);
+        let runs: Vec<Run> = set.runs(0, 512).collect();
+        assert_eq!(runs.len(), 8, "one for each page of the source");
+        assert!(runs.iter().all(|run| run.blocks == 8 && run.steps == [8, 1]));
+    }
+
+    #[test]
+    fn the_grid_fits_pages_and_periods_of_both_sides() {
+        for set in pairs() {
+            for share in [set.source, set.target] {
+                assert_eq!(set.grid % share.period(), 0);
+            }
+            assert_eq!(set.grid % (set.pages[0] * u64::from(set.source.dcp.size)), 0);
+            assert_eq!(set.grid % (set.pages[1] * u64::from(set.target.dcp.size)), 0);
+        }
+    }
+}
