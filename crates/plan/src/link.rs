@@ -13,7 +13,7 @@ use crate::stream::{Axis, Both, LayerBase, SOURCE, Stream, TARGET, inner_steps};
 use crate::tokens::{Share, TokenSet};
 use crate::{CHUNK_BYTES, PLANNER_VERSION, coverage, soundness};
 
-/// Most layers of all streams of a link: far above any engine, low enough for a hostile envelope.
+/// Most layers, times parts, of all streams of a link: far above any engine, low enough for a hostile envelope.
 const MOST_PLACED: usize = 1 << 22;
 
 /// Who sends what to whom on one link, for every pair of ranks. Made once, from two envelopes.
@@ -205,7 +205,7 @@ impl Pair<'_> {
     fn plan(&self, streams: &mut Vec<Stream>) -> Result<Gaps, Box<Mismatch>> {
         mismatch::check_carriable(self)?;
         let mut gaps = Gaps::default();
-        let mut placed: usize = streams.iter().map(|stream| stream.layers.len()).sum();
+        let mut placed: usize = streams.iter().map(|s| s.layers.len() * s.parts.len()).sum();
         for group in owners::groups(self.envelopes, self.at, &self.parts) {
             let layers = group.layers();
             if group.owners[SOURCE].is_empty() {
@@ -218,13 +218,16 @@ impl Pair<'_> {
             for gap in missing {
                 gaps.rows(&layers, gap);
             }
+            let planes = assignments
+                .iter()
+                .map(|a| group.planes_of(&layers, a.layers.0, a.layers.1).len());
+            placed += planes.sum::<usize>();
+            if placed > MOST_PLACED {
+                return Err(self.too_large());
+            }
             for assignment in assignments {
-                let added = self.streams(&group, &layers, assignment, streams);
-                placed +=
-                    added.ok_or_else(|| Box::new(mismatch::internal("an address is beyond 64 bits")))?;
-                if placed > MOST_PLACED {
-                    return Err(self.too_large());
-                }
+                self.streams(&group, &layers, assignment, streams)
+                    .ok_or_else(|| Box::new(mismatch::internal("an address is beyond 64 bits")))?;
             }
         }
         Ok(gaps)
@@ -234,14 +237,14 @@ impl Pair<'_> {
         Box::new(mismatch::too_large(&self.component(TARGET).name))
     }
 
-    /// The streams of one assignment, and their number of layers: layers that lie alike share one.
+    /// The streams of one assignment: layers that lie alike share one.
     fn streams(
         &self,
         group: &Group,
         layers: &[u32],
         assignment: Assignment,
         streams: &mut Vec<Stream>,
-    ) -> Option<usize> {
+    ) -> Option<()> {
         let first_new = streams.len();
         let mut known: HashMap<(Lie, Vec<u16>), usize> = HashMap::new();
         let planes = group.planes_of(layers, assignment.layers.0, assignment.layers.1);
@@ -254,9 +257,8 @@ impl Pair<'_> {
                 streams[at].layers.push(base);
             }
         }
-        let new = &mut streams[first_new..];
-        new.iter_mut().for_each(Stream::settle);
-        Some(new.iter().map(|stream| stream.layers.len()).sum())
+        streams[first_new..].iter_mut().for_each(Stream::settle);
+        Some(())
     }
 
     /// How one layer's parts lie: those that lie next to each other on both sides are taken together.

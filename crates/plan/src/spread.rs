@@ -234,11 +234,13 @@ mod tests {
         }
     }
 
-    /// (source rank, target rank, first head, end, layers) of every assignment.
-    fn assigned(group: &Group, layers: usize) -> Vec<(u32, u32, u32, u32, (usize, usize))> {
+    /// Source rank, target rank, first head, end, layers.
+    type Assigned = (u32, u32, u32, u32, (usize, usize));
+
+    fn assigned(group: &Group, layers: usize) -> Vec<Assigned> {
         let (assignments, gaps) = spread(group, layers, 1, |_, _| Share::new(Dcp::NONE, 0)).unwrap();
         assert_eq!(gaps, []);
-        let mut found: Vec<_> = assignments
+        let mut found: Vec<Assigned> = assignments
             .iter()
             .map(|a| {
                 let source = group.owners[SOURCE][a.source].rank;

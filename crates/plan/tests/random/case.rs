@@ -1,6 +1,6 @@
 //! One random case: two engines, a fetch, and everything that must hold.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use kvferry_handshake::{ABSENT, Component, Dcp, Envelope, PageLists, Ready, TokenRange, Unit};
@@ -129,7 +129,7 @@ impl Case {
         assert_eq!(link.digest(), plan().digest());
         let mut sources: Vec<Memory> = self.prefill.ranks.iter().map(|_| Memory::default()).collect();
         let mut targets: Vec<Memory> = self.decode.ranks.iter().map(|_| Memory::default()).collect();
-        let mut early: BTreeMap<(u32, u32), Vec<u32>> = BTreeMap::new();
+        let mut early: BTreeMap<(u32, u32), BTreeSet<u32>> = BTreeMap::new();
 
         // What is ready early moves while the end is not known; the rest after the cut.
         for ready in [self.early, Ready::complete(self.prompt)] {
@@ -161,7 +161,7 @@ impl Case {
                         let is_ready = map.is_ready(chunk, &ready);
                         assert!(is_ready || ready.end.is_none(), "everything is ready at the end");
                         if is_ready && !done.contains(&chunk) {
-                            done.push(chunk);
+                            done.insert(chunk);
                             if map.chunk_bytes(chunk) > 0 {
                                 let end = if ready.end.is_some() { "known" } else { "open" };
                                 draw.saw("chunks that moved with the end", end);

@@ -1,5 +1,6 @@
 //! Random pairs of engines.
 
+pub(crate) mod axes;
 pub(crate) mod case;
 pub(crate) mod draw;
 pub(crate) mod engine;

@@ -60,6 +60,7 @@ fn component(draw: &mut Draw, number: u32) -> Component {
         Kind::Latent,
         Kind::Latent,
         Kind::Window,
+        Kind::Indexer,
         Kind::Scales,
         Kind::State,
     ]);
@@ -68,7 +69,8 @@ fn component(draw: &mut Draw, number: u32) -> Component {
     let heads = draw.between(1, 16);
     let parts: &[(&str, u32)] = match kind {
         Kind::Kv | Kind::Window => &[("k", heads), ("v", heads)],
-        Kind::Latent | Kind::Indexer => &[("latent", 1)],
+        Kind::Latent => &[("latent", 1)],
+        Kind::Indexer => &[("a", heads), ("b", heads), ("c", heads)],
         Kind::Scales => &[("scale", heads)],
         Kind::State => &[("x", heads), ("b", heads.div_ceil(2)), ("c", 1)],
     };
