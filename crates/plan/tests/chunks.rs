@@ -89,7 +89,7 @@ fn chunks_are_about_as_large_as_they_should_be_and_none_is_empty() {
 #[test]
 fn layers_that_are_ready_first_move_first() {
     let link = link(&llama_70b(Allocation::LayerPart));
-    for count in [1000, 131_072] {
+    for count in [100, 1000, 131_072] {
         let map = map(&link, 0, count, &lists(&[8192])).unwrap();
         let front = Ready {
             front_tokens: count,
@@ -157,7 +157,8 @@ fn windows_and_states_are_ready_at_the_end_and_tokens_before() {
         .window(1..2, 1, 64, 100)
         .state("state", 0..2, &[("x", 1, 64)], Element::Fp32);
     let envelope = launch(1).envelope(&model).unwrap();
-    let link = link(&envelope);
+    // Several chunks in the window.
+    let link = Arc::new(LinkPlan::with_chunk_bytes(&envelope, &envelope, 1 << 12).unwrap());
     let groups: Vec<u32> = envelope
         .page_groups
         .iter()
@@ -171,11 +172,11 @@ fn windows_and_states_are_ready_at_the_end_and_tokens_before() {
     let row = 2 * 64 * 2;
     let state = 2 * 64 * 4;
     assert_eq!(ready(&map, &tokens(300)), 300 * row, "of the full layer");
-    assert_eq!(ready(&map, &tokens(299)), 0);
+    assert_eq!(ready(&map, &tokens(299)), 288 * row, "in blocks of 32 tokens");
     assert_eq!(ready(&map, &Ready::complete(300)), (300 + 100) * row + state);
     // The window of a shorter prompt is not the one that was asked for.
     let short = Ready::complete(250);
-    assert_eq!(ready(&map, &short), state);
+    assert_eq!(ready(&map, &short), 224 * row + state);
     assert_eq!(ready(&map.cut(250), &short), (250 + 100) * row + state);
     // The state moves even when every token is held.
     let held = ChunkMap::new(&link, 0, 0, TokenRange { from: 300, to: 300 }, lists(&groups)).unwrap();

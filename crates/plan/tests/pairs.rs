@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvferry_handshake::{
     Allocation, Cached, Code, Dcp, Envelope, HeadSpan, Kind, Launch, Mismatch, ModelShape, Order, Outcome,
-    PageLists, Policy, Stages, TokenRange, Unit,
+    PageLists, Placement, Policy, Stages, TokenRange, Unit,
 };
 use kvferry_plan::{ChunkMap, LinkPlan, Move, Side, judge};
 
@@ -120,6 +120,34 @@ fn moves_are_as_long_as_the_two_layouts_allow() {
     // A page-major source in whole, split for the target.
     let unlike = scattered(with(PageMajor, Nhd, 2), with(LayerPart, Nhd, 2));
     assert_eq!(unlike, layers * parts * pages);
+}
+
+#[test]
+fn parts_of_one_page_move_together_however_they_are_placed() {
+    let launch = Launch {
+        allocation: Allocation::LayerPages,
+        ..launch(2)
+    };
+    let together = launch.envelope(&llama()).unwrap();
+    let mut apart = together.clone();
+    for rank in &mut apart.ranks {
+        rank.placements = std::mem::take(&mut rank.placements)
+            .into_iter()
+            .flat_map(|placement| {
+                let parts = placement.parts.clone();
+                (0u64..).zip(parts).map(move |(at, part)| Placement {
+                    parts: vec![part],
+                    offset: placement.offset + at * placement.strides.part,
+                    ..placement.clone()
+                })
+            })
+            .collect();
+    }
+    for (prefill, decode) in [(&together, &apart), (&apart, &together), (&apart, &apart)] {
+        let range = TokenRange { from: 0, to: 160 };
+        let map = ChunkMap::new(&plan(prefill, decode), 0, 0, range, lists(decode, 160, 2)).unwrap();
+        assert_eq!(moves(&map, &lists(prefill, 160, 2)).len(), 4 * 10);
+    }
 }
 
 #[test]
@@ -358,7 +386,8 @@ fn what_no_list_of_moves_can_carry_is_refused() {
 #[test]
 fn an_envelope_that_was_not_validated_is_refused_and_not_computed_with() {
     let good = launch(2).envelope(&llama()).unwrap();
-    let spoilt: [fn(&mut Envelope); 9] = [
+    let spoilt: [fn(&mut Envelope); 10] = [
+        |e| e.ranks[1].placements[0].offset = u64::MAX / 2,
         |e| e.page_groups[0].page_size = 0,
         |e| e.components[0].dcp.size = 0,
         |e| e.components[0].page_group = 9,

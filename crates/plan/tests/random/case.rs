@@ -84,29 +84,44 @@ impl Case {
         let tokens = draw.below(end + 1);
         let chunk_bytes = draw.pick(&[1, 16, 128, 1024, CHUNK_BYTES]);
         draw.saw("chunk bytes", chunk_bytes);
+        let early = Ready {
+            tokens,
+            front_tokens: tokens + draw.below(end - tokens + 1),
+            front_layers: draw.between(0, 6),
+            end: None,
+        };
+        Case {
+            early,
+            chunk_bytes,
+            ..Case::new((prefill, prefill_pages), (decode, decode_pages), range, prompt)
+        }
+    }
+
+    /// A case with everything ready at once and chunks of the usual size.
+    pub(crate) fn new(
+        (prefill, prefill_pages): (Envelope, Vec<PageLists>),
+        (decode, decode_pages): (Envelope, Vec<PageLists>),
+        range: TokenRange,
+        prompt: u64,
+    ) -> Case {
         let regions = [&prefill, &decode].map(|envelope| {
             let ranks = envelope.ranks.iter();
             ranks.map(|rank| envelope.region_bytes(rank.rank)).collect()
         });
         Case {
-            chunk_bytes,
-            regions,
             prefill,
             decode,
             prefill_pages,
             decode_pages: decode_pages.into_iter().map(Arc::new).collect(),
             range,
             prompt,
-            early: Ready {
-                tokens,
-                front_tokens: tokens + draw.below(end - tokens + 1),
-                front_layers: draw.between(0, 6),
-                end: None,
-            },
+            early: Ready::default(),
+            chunk_bytes: CHUNK_BYTES,
+            regions,
         }
     }
 
-    fn check(&self, draw: &mut Draw) -> u64 {
+    pub(crate) fn check(&self, draw: &mut Draw) -> u64 {
         for (envelope, lists, tokens) in [
             (
                 &self.prefill,
