@@ -11,7 +11,7 @@ use kvferry_handshake::{ABSENT, Code, PageLists, Ready, TokenRange, Unit};
 use crate::link::LinkPlan;
 use crate::stream::{SOURCE, Span, Stream, TARGET};
 use crate::walk::Walk;
-use crate::{CHUNK_BYTES, Extent, Move, PlanError, Side};
+use crate::{Extent, Move, PlanError, Side};
 
 /// Most chunks of one pair in one fetch.
 pub const MAX_CHUNKS: u32 = 1 << 22;
@@ -103,7 +103,12 @@ impl ChunkMap {
         for stream in &link.streams[streams.clone()] {
             check_alignment(stream, range)?;
             let list = decode_pages.groups.get(usize::from(stream.groups[TARGET]));
-            let mut grid = Grid::new(stream, range, list.map_or(0, |list| list.len() as u64));
+            let mut grid = Grid::new(
+                stream,
+                range,
+                list.map_or(0, |list| list.len() as u64),
+                link.chunk_bytes,
+            );
             grid.first = u32::try_from(chunks).unwrap_or(u32::MAX);
             chunks = chunks.saturating_add(grid.chunks(stream));
             grids.push(grid);
@@ -453,7 +458,7 @@ fn check_alignment(stream: &Stream, range: TokenRange) -> Result<(), PlanError> 
 
 impl Grid {
     /// Cuts a stream. Depends on the range asked for, never on where a cut ends.
-    fn new(stream: &Stream, range: TokenRange, slots: u64) -> Grid {
+    fn new(stream: &Stream, range: TokenRange, slots: u64, chunk_bytes: u64) -> Grid {
         let layers = stream.layers.len() as u64;
         let (rows, range, align, rows_of_align) = if stream.unit == Unit::Slot {
             (slots, (0, slots), 1, 1)
@@ -471,15 +476,15 @@ impl Grid {
         let one_layer = stream.layer_row().saturating_mul(rows).max(1);
         let most = if stream.layers_in_page() {
             // A page holds all layers: the longest moves run through them.
-            CHUNK_BYTES / unit
+            chunk_bytes / unit
         } else {
             // Few tokens: several layers, but not all of them.
-            (CHUNK_BYTES / one_layer).min(layers.div_ceil(LAYER_BLOCKS))
+            (chunk_bytes / one_layer).min(layers.div_ceil(LAYER_BLOCKS))
         };
         let layer_blocks = layers.div_ceil(most.clamp(1, layers.max(1)));
         let layers = layers.div_ceil(layer_blocks.max(1)).max(1);
         let units =
-            (CHUNK_BYTES / unit.saturating_mul(if stream.layers_in_page() { layers } else { 1 })).max(1);
+            (chunk_bytes / unit.saturating_mul(if stream.layers_in_page() { layers } else { 1 })).max(1);
         let step = align.saturating_mul(units).max(1);
         let blocks = if range.0 < range.1 {
             (range.0 / step, range.1.div_ceil(step))

@@ -13,7 +13,7 @@ use crate::stream::{Axis, Both, LayerBase, SOURCE, Stream, TARGET, inner_steps};
 use crate::tokens::{Share, TokenSet};
 use crate::{CHUNK_BYTES, PLANNER_VERSION, coverage, soundness};
 
-/// Most layers of all streams of a link: far above any engine, low enough for a hostile envelope.
+/// Most layers, times parts, of all streams of a link: far above any engine, low enough for a hostile envelope.
 const MOST_PLACED: usize = 1 << 22;
 
 /// Who sends what to whom on one link, for every pair of ranks. Made once, from two envelopes.
@@ -25,6 +25,8 @@ pub struct LinkPlan {
     pairs: Vec<((u32, u32), Range<usize>)>,
     /// What page lists must look like, by rank.
     pub(crate) rules: Both<Vec<PageRules>>,
+    /// Target size of a chunk.
+    pub(crate) chunk_bytes: u64,
     digest: [u8; 32],
 }
 
@@ -40,6 +42,15 @@ pub(crate) struct Pair<'a> {
 impl LinkPlan {
     /// Plans a link. Fails with *every* mismatch in coverage, never just the first.
     pub fn new(prefill: &Envelope, decode: &Envelope) -> Result<LinkPlan, Vec<Mismatch>> {
+        LinkPlan::with_chunk_bytes(prefill, decode, CHUNK_BYTES)
+    }
+
+    /// The same with chunks of about `chunk_bytes` bytes; both daemons must use the same.
+    pub fn with_chunk_bytes(
+        prefill: &Envelope,
+        decode: &Envelope,
+        chunk_bytes: u64,
+    ) -> Result<LinkPlan, Vec<Mismatch>> {
         let envelopes = [prefill, decode];
         soundness::check(envelopes)?;
         let (pairs, mut mismatches) = pair_components(envelopes);
@@ -63,13 +74,14 @@ impl LinkPlan {
         });
         Ok(LinkPlan {
             pairs: pair_ranges(&streams),
-            digest: digest(&streams),
+            digest: digest(&streams, chunk_bytes),
+            chunk_bytes,
             streams,
             rules,
         })
     }
 
-    /// Digest over [`PLANNER_VERSION`], [`CHUNK_BYTES`] and every stream: equal on both daemons or no byte moves.
+    /// Digest over [`PLANNER_VERSION`], the size of chunks and every stream: equal on both daemons or no byte moves.
     pub fn digest(&self) -> [u8; 32] {
         self.digest
     }
@@ -113,11 +125,11 @@ fn pair_ranges(streams: &[Stream]) -> Vec<((u32, u32), Range<usize>)> {
     pairs
 }
 
-fn digest(streams: &[Stream]) -> [u8; 32] {
+fn digest(streams: &[Stream], chunk_bytes: u64) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new();
     hasher.update(b"kvferry plan");
     hasher.update(&PLANNER_VERSION.to_le_bytes());
-    hasher.update(&CHUNK_BYTES.to_le_bytes());
+    hasher.update(&chunk_bytes.to_le_bytes());
     let mut bytes = Vec::new();
     streams
         .iter()
@@ -193,7 +205,7 @@ impl Pair<'_> {
     fn plan(&self, streams: &mut Vec<Stream>) -> Result<Gaps, Box<Mismatch>> {
         mismatch::check_carriable(self)?;
         let mut gaps = Gaps::default();
-        let mut placed: usize = streams.iter().map(|stream| stream.layers.len()).sum();
+        let mut placed: usize = streams.iter().map(|s| s.layers.len() * s.parts.len()).sum();
         for group in owners::groups(self.envelopes, self.at, &self.parts) {
             let layers = group.layers();
             if group.owners[SOURCE].is_empty() {
@@ -206,13 +218,16 @@ impl Pair<'_> {
             for gap in missing {
                 gaps.rows(&layers, gap);
             }
+            let planes = assignments
+                .iter()
+                .map(|a| group.planes_of(&layers, a.layers.0, a.layers.1).len());
+            placed += planes.sum::<usize>();
+            if placed > MOST_PLACED {
+                return Err(self.too_large());
+            }
             for assignment in assignments {
-                let added = self.streams(&group, &layers, assignment, streams);
-                placed +=
-                    added.ok_or_else(|| Box::new(mismatch::internal("an address is beyond 64 bits")))?;
-                if placed > MOST_PLACED {
-                    return Err(self.too_large());
-                }
+                self.streams(&group, &layers, assignment, streams)
+                    .ok_or_else(|| Box::new(mismatch::internal("an address is beyond 64 bits")))?;
             }
         }
         Ok(gaps)
@@ -222,14 +237,14 @@ impl Pair<'_> {
         Box::new(mismatch::too_large(&self.component(TARGET).name))
     }
 
-    /// The streams of one assignment, and their number of layers: layers that lie alike share one.
+    /// The streams of one assignment: layers that lie alike share one.
     fn streams(
         &self,
         group: &Group,
         layers: &[u32],
         assignment: Assignment,
         streams: &mut Vec<Stream>,
-    ) -> Option<usize> {
+    ) -> Option<()> {
         let first_new = streams.len();
         let mut known: HashMap<(Lie, Vec<u16>), usize> = HashMap::new();
         let planes = group.planes_of(layers, assignment.layers.0, assignment.layers.1);
@@ -242,9 +257,8 @@ impl Pair<'_> {
                 streams[at].layers.push(base);
             }
         }
-        let new = &mut streams[first_new..];
-        new.iter_mut().for_each(Stream::settle);
-        Some(new.iter().map(|stream| stream.layers.len()).sum())
+        streams[first_new..].iter_mut().for_each(Stream::settle);
+        Some(())
     }
 
     /// How one layer's parts lie: those that lie next to each other on both sides are taken together.

@@ -204,3 +204,112 @@ fn atoms(group: &Group) -> Option<Vec<Atom>> {
     }
     Some(atoms)
 }
+
+#[cfg(test)]
+mod tests {
+    use kvferry_handshake::Dcp;
+
+    use super::*;
+    use crate::owners::{Owner, Plane};
+
+    fn owner(rank: u32, first: u32, end: u32) -> Owner {
+        Owner {
+            rank,
+            heads: HeadSpan {
+                first,
+                count: end - first,
+            },
+        }
+    }
+
+    fn group(source: &[Owner], target: &[Owner], layers: u32) -> Group {
+        let plane = |layer| Plane {
+            layer,
+            part: 0,
+            places: [Vec::new(), Vec::new()],
+        };
+        Group {
+            owners: [source.to_vec(), target.to_vec()],
+            planes: (0..layers).map(plane).collect(),
+        }
+    }
+
+    /// Source rank, target rank, first head, end, layers.
+    type Assigned = (u32, u32, u32, u32, (usize, usize));
+
+    fn assigned(group: &Group, layers: usize) -> Vec<Assigned> {
+        let (assignments, gaps) = spread(group, layers, 1, |_, _| Share::new(Dcp::NONE, 0)).unwrap();
+        assert_eq!(gaps, []);
+        let mut found: Vec<Assigned> = assignments
+            .iter()
+            .map(|a| {
+                let source = group.owners[SOURCE][a.source].rank;
+                let target = group.owners[TARGET][a.target].rank;
+                (source, target, a.heads.first, a.heads.end(), a.layers)
+            })
+            .collect();
+        found.sort_unstable();
+        found
+    }
+
+    #[test]
+    fn wanters_are_dealt_to_holders_in_turn() {
+        let holders = [owner(0, 0, 1), owner(1, 0, 1)];
+        let wanters = [owner(0, 0, 1), owner(1, 0, 1), owner(2, 0, 1)];
+        let found = assigned(&group(&holders, &wanters, 4), 4);
+        let whole = (0, 4);
+        assert_eq!(
+            found,
+            [(0, 0, 0, 1, whole), (0, 2, 0, 1, whole), (1, 1, 0, 1, whole)]
+        );
+    }
+
+    #[test]
+    fn more_holders_than_wanters_share_layers() {
+        let holders = [owner(0, 0, 1), owner(1, 0, 1), owner(2, 0, 1)];
+        let found = assigned(&group(&holders, &[owner(5, 0, 1)], 5), 5);
+        assert_eq!(
+            found,
+            [(0, 5, 0, 1, (0, 1)), (1, 5, 0, 1, (1, 3)), (2, 5, 0, 1, (3, 5))]
+        );
+    }
+
+    #[test]
+    fn neighbouring_atoms_are_joined_and_others_are_not() {
+        // Head 1 and 2 have two holders, heads 0 and 3 only one.
+        let holders = [owner(0, 0, 4), owner(1, 1, 3)];
+        let found = assigned(&group(&holders, &[owner(0, 0, 4)], 2), 2);
+        assert_eq!(
+            found,
+            [
+                (0, 0, 0, 1, (0, 2)),
+                (0, 0, 1, 3, (0, 1)),
+                (0, 0, 3, 4, (0, 2)),
+                (1, 0, 1, 3, (1, 2)),
+            ]
+        );
+        // Cut by another rank's span only, so that one assignment is left.
+        let wanters = [owner(0, 0, 4), owner(1, 2, 4)];
+        let found = assigned(&group(&[owner(0, 0, 4)], &wanters, 2), 2);
+        assert_eq!(found, [(0, 0, 0, 4, (0, 2)), (0, 1, 2, 4, (0, 2))]);
+    }
+
+    #[test]
+    fn what_nobody_has_is_a_gap() {
+        let group = group(&[owner(0, 0, 2)], &[owner(0, 0, 2), owner(7, 2, 4)], 1);
+        let split = Dcp {
+            size: 2,
+            interleave: 1,
+        };
+        let (_, gaps) = spread(&group, 1, 2, |side, _| {
+            Share::new(if side == SOURCE { split } else { Dcp::NONE }, 0)
+        })
+        .unwrap();
+        let gap = |first, class, wanter| Gap {
+            heads: HeadSpan { first, count: 2 },
+            class,
+            wanter,
+        };
+        assert_eq!(gaps, [gap(0, Some(1), 0), gap(2, None, 7)]);
+    }
+}

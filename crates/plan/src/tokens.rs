@@ -49,8 +49,28 @@ pub(crate) enum Runs {
         left: u64,
         pages: [u64; 2],
     },
-    /// The sides split tokens differently: `[at, end)` are tokens of the prompt.
+    /// One side holds all tokens, the other blocks of them.
+    Blocks(Blocks),
+    /// Both sides split tokens, and differently: `[at, end)` are tokens of the prompt.
     Across { at: u64, end: u64, set: TokenSet },
+}
+
+/// See [`Runs::Blocks`]. Positions are kept from run to run, because dividing is slow.
+#[derive(Clone, Debug)]
+pub(crate) struct Blocks {
+    entry: [u64; 2],
+    token: [u64; 2],
+    pages: [u64; 2],
+    /// Tokens of the prompt from here to the end of the range.
+    left: u64,
+    /// Tokens from here to the end of the block.
+    rest: u64,
+    /// Tokens in a block, and from one block to the next.
+    block: u64,
+    period: u64,
+    /// The side that holds all tokens, and the other.
+    whole: usize,
+    split: usize,
 }
 
 impl Share {
@@ -209,11 +229,31 @@ impl TokenSet {
             let (from, to) = (self.target.count_below(from), self.target.count_below(to));
             return Runs::alike(from, to, self.pages);
         }
-        Runs::Across {
-            at: from,
-            end: to,
-            set: *self,
-        }
+        let (whole, split) = match (self.source.is_whole(), self.target.is_whole()) {
+            (true, false) => (0, 1),
+            (false, true) => (1, 0),
+            _ => {
+                return Runs::Across {
+                    at: from,
+                    end: to,
+                    set: *self,
+                };
+            }
+        };
+        let share = if split == 0 { &self.source } else { &self.target };
+        let first = share.next(from);
+        let local = [self.source.dcp.local(first), self.target.dcp.local(first)];
+        Runs::Blocks(Blocks {
+            entry: [local[0] / self.pages[0], local[1] / self.pages[1]],
+            token: [local[0] % self.pages[0], local[1] % self.pages[1]],
+            pages: self.pages,
+            left: to.saturating_sub(first),
+            rest: share.consecutive(first),
+            block: u64::from(share.dcp.interleave),
+            period: share.period(),
+            whole,
+            split,
+        })
     }
 }
 
@@ -262,48 +302,81 @@ impl Iterator for Runs {
                 }
                 Some(run)
             }
+            Runs::Blocks(blocks) => blocks.next(),
             Runs::Across { at, end, set } => {
                 let (first, tokens) = set.next(*at, *end)?;
-                let (run, next) = across(set, first, tokens, *end);
-                *at = next;
-                Some(run)
+                let local = [set.source.dcp.local(first), set.target.dcp.local(first)];
+                let token = [local[0] % set.pages[0], local[1] % set.pages[1]];
+                let room = (set.pages[0] - token[0]).min(set.pages[1] - token[1]);
+                *at = first + tokens.min(room);
+                Some(Run {
+                    entry: [local[0] / set.pages[0], local[1] / set.pages[1]],
+                    token,
+                    tokens: tokens.min(room),
+                    blocks: 1,
+                    steps: [0; 2],
+                })
             }
         }
     }
 }
 
-/// The run at token `first`, of which `tokens` follow each other on both sides, and the token after it.
-fn across(set: &TokenSet, first: u64, tokens: u64, end: u64) -> (Run, u64) {
-    let local = [set.source.dcp.local(first), set.target.dcp.local(first)];
-    let entry = [local[0] / set.pages[0], local[1] / set.pages[1]];
-    let token = [local[0] % set.pages[0], local[1] % set.pages[1]];
-    let room = [set.pages[0] - token[0], set.pages[1] - token[1]];
-    let mut run = Run {
-        entry,
-        token,
-        tokens: tokens.min(room[0]).min(room[1]),
-        blocks: 1,
-        steps: [0; 2],
-    };
-    // Where one side holds all tokens, blocks repeat evenly: take as many as lie in both pages.
-    let (split, whole) = match (set.source.is_whole(), set.target.is_whole()) {
-        (true, false) => (1, 0),
-        (false, true) => (0, 1),
-        _ => return (run, first + run.tokens),
-    };
-    let share = if split == 1 { &set.target } else { &set.source };
-    let (block, period) = (u64::from(share.dcp.interleave), share.period());
-    if run.tokens < block {
-        return (run, first + run.tokens);
+impl Blocks {
+    /// The next run: as many whole blocks as lie in one page on both sides, or a piece of one.
+    fn next(&mut self) -> Option<Run> {
+        if self.left == 0 {
+            return None;
+        }
+        let (whole, split) = (self.whole, self.split);
+        let room = [self.pages[0] - self.token[0], self.pages[1] - self.token[1]];
+        let tokens = self.rest.min(self.left).min(room[0]).min(room[1]);
+        let mut run = Run {
+            entry: self.entry,
+            token: self.token,
+            tokens,
+            blocks: 1,
+            steps: [0; 2],
+        };
+        if tokens < self.rest {
+            // The range or a page ends inside the block.
+            self.go_on(tokens, tokens);
+            self.rest -= tokens;
+            return Some(run);
+        }
+        let next = self.period + self.block;
+        if tokens == self.block && self.left >= next && room[whole] >= next && room[split] >= 2 * self.block {
+            run.blocks = (room[split] / self.block)
+                .min((room[whole] - self.block) / self.period + 1)
+                .min((self.left - self.block) / self.period + 1);
+            run.steps[split] = self.block;
+            run.steps[whole] = self.period;
+        }
+        let before = (run.blocks - 1) * self.block + tokens;
+        self.go_on(
+            (run.blocks - 1) * self.period + tokens + self.period - self.block,
+            before,
+        );
+        self.rest = self.block;
+        Some(run)
     }
-    run.blocks = (room[split] / block)
-        .min((room[whole] - block) / period + 1)
-        .min((end - first - block) / period + 1);
-    if run.blocks > 1 {
-        run.steps[split] = block;
-        run.steps[whole] = period;
+
+    /// Goes on by this many tokens of the prompt, and of the side that holds blocks.
+    fn go_on(&mut self, prompt: u64, held: u64) {
+        self.left = self.left.saturating_sub(prompt);
+        self.token[self.whole] += prompt;
+        self.token[self.split] += held;
+        for side in 0..2 {
+            let page = self.pages[side];
+            if self.token[side] >= page {
+                self.token[side] -= page;
+                self.entry[side] += 1;
+            }
+            if self.token[side] >= page {
+                self.entry[side] += self.token[side] / page;
+                self.token[side] %= page;
+            }
+        }
     }
-    (run, first + (run.blocks - 1) * period + block)
 }
 
 fn gcd(mut a: u64, mut b: u64) -> u64 {
@@ -319,4 +392,97 @@ fn lcm(a: u64, b: u64) -> Option<u64> {
         return None;
     }
     (a / common).checked_mul(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every split of up to 4 ranks with interleaves that divide 12, in pairs.
+    fn pairs() -> impl Iterator<Item = TokenSet> {
+        let shares = || {
+            [1, 2, 3, 4].into_iter().flat_map(|size| {
+                [1, 2, 3, 4, 6, 12].into_iter().flat_map(move |interleave| {
+                    (0..size).map(move |rank| Share::new(Dcp { size, interleave }, rank))
+                })
+            })
+        };
+        shares().flat_map(move |source| {
+            shares().flat_map(move |target| {
+                [(12, 12), (12, 24), (36, 12)]
+                    .into_iter()
+                    .map(move |(a, b)| TokenSet::new(source, target, a, b))
+            })
+        })
+    }
+
+    fn both_hold(set: &TokenSet, token: u64) -> bool {
+        [set.source, set.target]
+            .iter()
+            .all(|share| share.dcp.owner(token) == share.rank)
+    }
+
+    #[test]
+    fn counts_and_meets_equal_trying_every_token() {
+        for set in pairs() {
+            let held: Vec<u64> = (0..700).filter(|token| both_hold(&set, *token)).collect();
+            // Every period of these splits is below 600.
+            assert_eq!(set.source.meets(&set.target), !held.is_empty(), "{set:?}");
+            for (from, to) in [(0, 1), (0, 700), (5, 33), (47, 48), (13, 650), (40, 40)] {
+                let expected = held.iter().filter(|token| (from..to).contains(*token)).count() as u64;
+                assert_eq!(set.count(from, to), expected, "{set:?} {from} {to}");
+            }
+        }
+    }
+
+    #[test]
+    fn runs_hold_every_token_once_in_order_and_inside_one_page() {
+        for set in pairs() {
+            for (from, to) in [(0, 100), (7, 91), (24, 72), (95, 96)] {
+                let mut found = Vec::new();
+                for run in set.runs(from, to) {
+                    for block in 0..run.blocks {
+                        for token in 0..run.tokens {
+                            let local = [0, 1].map(|side| {
+                                let in_page = run.token[side] + block * run.steps[side] + token;
+                                assert!(in_page < set.pages[side], "{set:?} {run:?}");
+                                run.entry[side] * set.pages[side] + in_page
+                            });
+                            let globals = [
+                                set.source.dcp.global(set.source.rank, local[0]),
+                                set.target.dcp.global(set.target.rank, local[1]),
+                            ];
+                            assert_eq!(globals[0], globals[1], "{set:?} {run:?}");
+                            found.push(globals[0]);
+                        }
+                    }
+                }
+                let expected: Vec<u64> = (from..to).filter(|token| both_hold(&set, *token)).collect();
+                assert_eq!(found, expected, "{set:?} {from} {to}");
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_that_lie_in_one_page_are_one_run() {
+        let split = Dcp {
+            size: 8,
+            interleave: 1,
+        };
+        let set = TokenSet::new(Share::new(Dcp::NONE, 0), Share::new(split, 3), 64, 64);
+        let runs: Vec<Run> = set.runs(0, 512).collect();
+        assert_eq!(runs.len(), 8, "one for each page of the source");
+        assert!(runs.iter().all(|run| run.blocks == 8 && run.steps == [8, 1]));
+    }
+
+    #[test]
+    fn the_grid_fits_pages_and_periods_of_both_sides() {
+        for set in pairs() {
+            for share in [set.source, set.target] {
+                assert_eq!(set.grid % share.period(), 0);
+            }
+            assert_eq!(set.grid % (set.pages[0] * u64::from(set.source.dcp.size)), 0);
+            assert_eq!(set.grid % (set.pages[1] * u64::from(set.target.dcp.size)), 0);
+        }
+    }
 }

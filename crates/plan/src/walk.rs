@@ -55,8 +55,8 @@ pub(crate) struct Walk<'a, const N: usize> {
     at: [u64; N],
     /// Times that the innermost loop still goes on from there.
     left: u64,
-    /// The piece to give next, unless what follows touches it.
-    pending: Option<Piece<N>>,
+    /// The piece to give next, unless what follows touches it; of no length where there is none.
+    pending: Piece<N>,
 }
 
 /// What stays the same during a walk.
@@ -89,7 +89,7 @@ impl<'a, const N: usize> Walk<'a, N> {
             shape: (0, 0, [0; 2]),
             at: [0; N],
             left: 0,
-            pending: None,
+            pending: Piece::NONE,
         }
     }
 
@@ -285,12 +285,48 @@ impl<'a, const N: usize> Walk<'a, N> {
         false
     }
 
-    fn found(&self) -> Piece<N> {
-        Piece {
-            region: self.region,
-            offset: self.at,
-            len: self.len,
+    /// Goes on where the innermost loop ended, until there is a piece that nothing more is added to.
+    #[inline(never)]
+    fn turn(&mut self) -> Option<Piece<N>> {
+        loop {
+            if !self.advance() {
+                let last = std::mem::replace(&mut self.pending, Piece::NONE);
+                return (last.len > 0).then_some(last);
+            }
+            let found = Piece {
+                region: self.region,
+                offset: self.at,
+                len: self.len,
+            };
+            if self.pending.touches(&found) {
+                self.pending.len += found.len;
+                if self.left > 0 {
+                    return Some(self.step());
+                }
+                continue;
+            }
+            let before = std::mem::replace(&mut self.pending, found);
+            if before.len > 0 {
+                return Some(before);
+            }
+            if self.left > 0 {
+                return Some(self.step());
+            }
         }
+    }
+
+    /// One step of the innermost loop. Its steps are not contiguous, or it would have been collapsed: so
+    /// what was found before is to be given.
+    #[inline(always)]
+    fn step(&mut self) -> Piece<N> {
+        self.left -= 1;
+        let before = self.pending;
+        for side in 0..N {
+            self.at[side] += self.inner[0].step[side];
+        }
+        self.pending.offset = self.at;
+        self.pending.len = self.len;
+        before
     }
 }
 
@@ -317,9 +353,17 @@ impl<const N: usize> Loop<N> {
 }
 
 impl<const N: usize> Piece<N> {
+    const NONE: Piece<N> = Piece {
+        region: [0; N],
+        offset: [0; N],
+        len: 0,
+    };
+
     /// Whether `next` begins where this one ends, on all sides.
     fn touches(&self, next: &Piece<N>) -> bool {
-        self.region == next.region && (0..N).all(|side| self.offset[side] + self.len == next.offset[side])
+        self.len > 0
+            && self.region == next.region
+            && (0..N).all(|side| self.offset[side] + self.len == next.offset[side])
     }
 }
 
@@ -328,25 +372,9 @@ impl<const N: usize> Iterator for Walk<'_, N> {
 
     #[inline]
     fn next(&mut self) -> Option<Piece<N>> {
-        loop {
-            // The innermost loop's steps are not contiguous, or it would have been collapsed.
-            if self.left > 0 {
-                self.left -= 1;
-                for side in 0..N {
-                    self.at[side] += self.inner[0].step[side];
-                }
-                let found = self.found();
-                return self.pending.replace(found);
-            }
-            if !self.advance() {
-                return self.pending.take();
-            }
-            let found = self.found();
-            match &mut self.pending {
-                None => self.pending = Some(found),
-                Some(pending) if pending.touches(&found) => pending.len += found.len,
-                Some(_) => return self.pending.replace(found),
-            }
+        if self.left > 0 {
+            return Some(self.step());
         }
+        self.turn()
     }
 }

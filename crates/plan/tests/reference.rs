@@ -4,11 +4,14 @@
 
 mod random;
 
-use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use random::{case, draw::Draw};
+use kvferry_handshake::{
+    Cached, Element, Envelope, HeadSpan, Kind, Launch, ModelShape, PageLists, Placement, Strides, TokenRange,
+};
+use random::draw::{Draw, Seen};
+use random::{axes, case};
 
 const CASES: u64 = 20_000;
 
@@ -18,12 +21,12 @@ fn moves_equal_the_element_by_element_copy() {
     let cases: u64 = std::env::var("KVFERRY_CASES").map_or(CASES, |cases| cases.parse().unwrap());
     let next = AtomicU64::new(first);
     let carrying = AtomicU64::new(0);
-    let seen = Mutex::new(BTreeMap::new());
+    let seen = Mutex::new(Seen::new());
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
-                let mut mine: BTreeMap<(&str, &str), u64> = BTreeMap::new();
+                let mut mine = Seen::new();
                 loop {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
                     if seed >= first + cases {
@@ -47,10 +50,66 @@ fn moves_equal_the_element_by_element_copy() {
         }
     });
     let carrying = carrying.into_inner();
-    let seen = seen.into_inner().unwrap();
-    eprintln!("{carrying} of {cases} carry bytes");
-    for ((axis, value), count) in &seen {
-        eprintln!("{axis}: {value}: {count}");
+    eprintln!("{carrying} of {cases} cases carry bytes");
+    assert!(carrying * 10 >= cases * 6, "too few cases carry bytes");
+    if cases >= CASES {
+        axes::check(&seen.into_inner().unwrap());
     }
-    assert!(carrying * 10 >= cases * 6);
+}
+
+/// One rank whose three parts lie as given: (offset, token stride) of each.
+fn parts_at(places: [(u64, u64); 3]) -> Envelope {
+    let parts = [("a", 1, 2), ("b", 1, 2), ("c", 1, 2)];
+    let model = ModelShape::new("m", 2).with(Cached::new("keys", Kind::Indexer, 0..2, &parts));
+    let launch = Launch {
+        page_size: 4,
+        pool_pages: 8,
+        element: Element::Int8,
+        ..Launch::default()
+    };
+    let mut envelope = launch.envelope(&model).unwrap();
+    envelope.ranks[0].placements = (0u16..)
+        .zip(places)
+        .map(|(part, (offset, token))| Placement {
+            component: 0,
+            layers: vec![0, 1],
+            parts: vec![part],
+            heads: HeadSpan { first: 0, count: 1 },
+            region: 0,
+            offset,
+            strides: Strides {
+                page: 1000,
+                token,
+                head: 0,
+                part: 0,
+                layer: 100_000,
+            },
+        })
+        .collect();
+    envelope
+}
+
+#[test]
+fn parts_in_one_page_need_not_lie_evenly_or_alike() {
+    let even = [(0, 2), (8, 2), (16, 2)];
+    let unevenly = [(0, 2), (8, 2), (24, 2)];
+    let unlike = [(0, 2), (8, 4), (24, 2)];
+    let swapped = [(8, 2), (0, 2), (16, 2)];
+    let side_by_side = [(0, 6), (2, 6), (4, 6)];
+    let all = [even, unevenly, unlike, swapped, side_by_side];
+    for from in all {
+        for to in all {
+            let pages = PageLists {
+                groups: vec![vec![5, 2, 3]],
+            };
+            let range = TokenRange { from: 1, to: 11 };
+            let case = case::Case::new(
+                (parts_at(from), vec![pages.clone()]),
+                (parts_at(to), vec![pages]),
+                range,
+                11,
+            );
+            assert_eq!(case.check(&mut Draw::new(0)), 2 * 3 * 10 * 2);
+        }
+    }
 }

@@ -1,14 +1,15 @@
 //! One random case: two engines, a fetch, and everything that must hold.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use kvferry_handshake::{ABSENT, Dcp, Envelope, PageLists, Ready, TokenRange, Unit};
-use kvferry_plan::{ChunkMap, Extent, LinkPlan, Move, Side, check_pages};
+use kvferry_handshake::{ABSENT, Component, Dcp, Envelope, PageLists, Ready, TokenRange, Unit};
+use kvferry_plan::{CHUNK_BYTES, ChunkMap, Extent, LinkPlan, Move, Side, check_pages};
 
 use super::draw::Draw;
-use super::engine::{Cut, Launch, Model, cut, engine, model};
+use super::engine::engine;
 use super::memory::Memory;
+use super::model::{Cut, Launch, Model, launches};
 use super::reference::{fill, rows, wanted};
 
 /// Rows that a case may have on the decode side.
@@ -24,17 +25,21 @@ pub(crate) struct Case {
     pub(crate) prompt: u64,
     /// What was ready before the prompt's end was known.
     pub(crate) early: Ready,
+    /// Target size of a chunk.
+    pub(crate) chunk_bytes: u64,
+    /// Bytes of each side's ranks' regions.
+    pub(crate) regions: [Vec<BTreeMap<u16, u64>>; 2],
 }
 
 /// Runs the case of a seed; gives the bytes that it carried.
 pub(crate) fn run(draw: &mut Draw) -> u64 {
     let case = Case::draw(draw);
-    case.check()
+    case.check(draw)
 }
 
 impl Case {
     fn draw(draw: &mut Draw) -> Case {
-        let model = model(draw);
+        let model = Model::draw(draw);
         let (launches, cuts) = launches(draw, &model);
         let (range, prompt) = tokens(draw, &model, &launches, &cuts);
         let slots = draw.between(1, 3);
@@ -43,11 +48,7 @@ impl Case {
         let holes = draw.once_in(4);
         let mut sides = Vec::new();
         for (side, tokens) in [prompt, range.to].into_iter().enumerate() {
-            let pools: Vec<u32> = entries(&model, &cuts[side], tokens, slots)
-                .iter()
-                .map(|most| most + draw.between(1, 4))
-                .collect();
-            let envelope = engine(draw, &model, &launches[side], &cuts[side], &pools);
+            let envelope = engine(draw, &model, &launches[side], &cuts[side], tokens, slots);
             let mut lists = Vec::new();
             for rank in &envelope.ranks {
                 lists.push(page_lists(
@@ -81,6 +82,32 @@ impl Case {
             }
         }
         let tokens = draw.below(end + 1);
+        let chunk_bytes = draw.pick(&[1, 16, 128, 1024, CHUNK_BYTES]);
+        draw.saw("chunk bytes", chunk_bytes);
+        let early = Ready {
+            tokens,
+            front_tokens: tokens + draw.below(end - tokens + 1),
+            front_layers: draw.between(0, 6),
+            end: None,
+        };
+        Case {
+            early,
+            chunk_bytes,
+            ..Case::new((prefill, prefill_pages), (decode, decode_pages), range, prompt)
+        }
+    }
+
+    /// A case with everything ready at once and chunks of the usual size.
+    pub(crate) fn new(
+        (prefill, prefill_pages): (Envelope, Vec<PageLists>),
+        (decode, decode_pages): (Envelope, Vec<PageLists>),
+        range: TokenRange,
+        prompt: u64,
+    ) -> Case {
+        let regions = [&prefill, &decode].map(|envelope| {
+            let ranks = envelope.ranks.iter();
+            ranks.map(|rank| envelope.region_bytes(rank.rank)).collect()
+        });
         Case {
             prefill,
             decode,
@@ -88,16 +115,13 @@ impl Case {
             decode_pages: decode_pages.into_iter().map(Arc::new).collect(),
             range,
             prompt,
-            early: Ready {
-                tokens,
-                front_tokens: tokens + draw.below(end - tokens + 1),
-                front_layers: draw.between(0, 6),
-                end: None,
-            },
+            early: Ready::default(),
+            chunk_bytes: CHUNK_BYTES,
+            regions,
         }
     }
 
-    fn check(&self) -> u64 {
+    pub(crate) fn check(&self, draw: &mut Draw) -> u64 {
         for (envelope, lists, tokens) in [
             (
                 &self.prefill,
@@ -115,15 +139,12 @@ impl Case {
                 check_pages(envelope, rank, lists, tokens, true).unwrap();
             }
         }
-        let link = LinkPlan::new(&self.prefill, &self.decode).unwrap();
-        assert_eq!(
-            link.digest(),
-            LinkPlan::new(&self.prefill, &self.decode).unwrap().digest()
-        );
-        let link = Arc::new(link);
+        let plan = || LinkPlan::with_chunk_bytes(&self.prefill, &self.decode, self.chunk_bytes).unwrap();
+        let link = Arc::new(plan());
+        assert_eq!(link.digest(), plan().digest());
         let mut sources: Vec<Memory> = self.prefill.ranks.iter().map(|_| Memory::default()).collect();
         let mut targets: Vec<Memory> = self.decode.ranks.iter().map(|_| Memory::default()).collect();
-        let mut early: BTreeMap<(u32, u32), Vec<u32>> = BTreeMap::new();
+        let mut early: BTreeMap<(u32, u32), BTreeSet<u32>> = BTreeMap::new();
 
         // What is ready early moves while the end is not known; the rest after the cut.
         for ready in [self.early, Ready::complete(self.prompt)] {
@@ -155,7 +176,11 @@ impl Case {
                         let is_ready = map.is_ready(chunk, &ready);
                         assert!(is_ready || ready.end.is_none(), "everything is ready at the end");
                         if is_ready && !done.contains(&chunk) {
-                            done.push(chunk);
+                            done.insert(chunk);
+                            if map.chunk_bytes(chunk) > 0 {
+                                let end = if ready.end.is_some() { "known" } else { "open" };
+                                draw.saw("chunks that moved with the end", end);
+                            }
                             let source = &sources[prefill_rank as usize];
                             self.carry(&map, chunk, (prefill_rank, source), (decode_rank, target));
                         }
@@ -195,8 +220,14 @@ impl Case {
             assert!(!touching, "neighbours are merged");
         }
         assert_eq!(moves, zip(&extents[0], &extents[1]), "both sides' orders agree");
+        let regions = [
+            &self.regions[0][prefill_rank as usize],
+            &self.regions[1][decode_rank as usize],
+        ];
         let mut bytes = Vec::new();
         for step in moves {
+            assert!(step.source_offset + step.len <= regions[0][&step.source_region]);
+            assert!(step.offset + step.len <= regions[1][&step.region]);
             source.read_into(step.source_region, step.source_offset, &mut bytes, step.len);
             assert!(!bytes.contains(&0), "only what is ready is read: {step:?}");
             assert!(
@@ -263,47 +294,6 @@ fn zip(source: &[Extent], target: &[Extent]) -> Vec<Move> {
     moves
 }
 
-fn launches(draw: &mut Draw, model: &Model) -> ([Launch; 2], [Cut; 2]) {
-    let whole_pages = model.components.iter().any(|c| c.unit == Unit::Page);
-    let tp = [draw.between(1, 16), draw.between(1, 16)];
-    let divisor = |draw: &mut Draw, tp: u32| {
-        let divisors: Vec<u32> = (1..=tp).filter(|n| tp.is_multiple_of(*n)).collect();
-        draw.pick(&divisors)
-    };
-    let split = draw.below(if whole_pages { 2 } else { 4 });
-    let (dcp, alike) = match split {
-        0 => ([1, 1], true),
-        1 => {
-            let common: Vec<u32> = (1..=tp[0].min(tp[1]))
-                .filter(|n| tp[0].is_multiple_of(*n) && tp[1].is_multiple_of(*n))
-                .collect();
-            let n = draw.pick(&common);
-            ([n, n], true)
-        }
-        2 => ([1, divisor(draw, tp[1])], false),
-        _ => ([divisor(draw, tp[0]), divisor(draw, tp[1])], false),
-    };
-    draw.saw(
-        "dcp",
-        match dcp {
-            [1, 1] => "1 -> 1",
-            [1, _] => "1 -> N",
-            [_, 1] => "N -> 1",
-            [n, m] if n == m && alike => "N -> N",
-            [n, m] if n == m => "N -> N, other interleave",
-            _ => "N -> M",
-        },
-    );
-    let prefill = cut(draw, model, dcp[0], None);
-    let decode = cut(draw, model, dcp[1], alike.then_some(&prefill));
-    let launch = |draw: &mut Draw, side: usize| Launch {
-        tp: tp[side],
-        pp: draw.pick(&[1, 1, 1, 2, 3]),
-        dcp: dcp[side],
-    };
-    ([launch(draw, 0), launch(draw, 1)], [prefill, decode])
-}
-
 /// The tokens asked for, and those of the prompt.
 fn tokens(draw: &mut Draw, model: &Model, launches: &[Launch; 2], cuts: &[Cut; 2]) -> (TokenRange, u64) {
     let page = u64::from(*cuts.iter().flat_map(|cut| &cut.page_size).max().unwrap());
@@ -358,16 +348,6 @@ fn lcm(a: u64, b: u64) -> u64 {
     c
 }
 
-/// Most entries of each group's list on any rank.
-fn entries(model: &Model, cut: &Cut, tokens: u64, slots: u32) -> Vec<u32> {
-    let each = model.components.iter().zip(&cut.page_size).zip(&cut.dcp);
-    each.map(|((component, page), dcp)| match component.unit {
-        Unit::Slot => slots,
-        _ => tokens.div_ceil(u64::from(page * dcp.size)) as u32,
-    })
-    .collect()
-}
-
 fn page_lists(
     draw: &mut Draw,
     envelope: &Envelope,
@@ -376,8 +356,8 @@ fn page_lists(
     slots: u32,
     scattered: bool,
 ) -> PageLists {
-    let groups = envelope.page_groups.iter().zip(&envelope.components);
-    let groups = groups.map(|(group, component)| {
+    let groups = (0u16..).zip(&envelope.page_groups).map(|(number, group)| {
+        let component = component_of(envelope, number);
         let Dcp { size, .. } = component.dcp;
         let local = component
             .dcp
@@ -404,8 +384,13 @@ fn page_lists(
 /// Marks pages of windows absent that hold only tokens before the window.
 fn leave_window(draw: &mut Draw, envelope: &Envelope, lists: &mut [PageLists], end: u64) {
     for (rank, lists) in envelope.ranks.iter().zip(lists) {
-        for (component, list) in envelope.components.iter().zip(&mut lists.groups) {
-            let Some(window) = component.window else { continue };
+        for (number, list) in (0u16..).zip(&mut lists.groups) {
+            let sharing = envelope.components.iter().filter(|c| c.page_group == number);
+            // Components without a window keep every page.
+            let Some(window) = sharing.map(|c| c.window.unwrap_or(u32::MAX)).max() else {
+                continue;
+            };
+            let component = component_of(envelope, number);
             let page = u64::from(envelope.page_groups[usize::from(component.page_group)].page_size);
             let dcp = component.dcp;
             let dcp_rank = if dcp.size > 1 { rank.dcp_rank } else { 0 };
@@ -418,4 +403,13 @@ fn leave_window(draw: &mut Draw, envelope: &Envelope, lists: &mut [PageLists], e
             }
         }
     }
+}
+
+/// One of the components of a page group.
+fn component_of(envelope: &Envelope, group: u16) -> &Component {
+    let found = envelope
+        .components
+        .iter()
+        .find(|component| component.page_group == group);
+    found.unwrap()
 }

@@ -1,11 +1,15 @@
 //! A small random source, and the counts of what it drew.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 
-/// Draws from a seed (splitmix64); each named draw is counted by axis and value.
+/// How often each axis had each value.
+pub(crate) type Seen = BTreeMap<(&'static str, String), u64>;
+
+/// Draws from a seed (splitmix64).
 pub(crate) struct Draw {
     state: u64,
-    pub(crate) seen: BTreeMap<(&'static str, &'static str), u64>,
+    pub(crate) seen: Seen,
 }
 
 impl Draw {
@@ -51,7 +55,7 @@ impl Draw {
     }
 
     /// Counts that an axis had a value.
-    pub(crate) fn saw(&mut self, axis: &'static str, value: &'static str) {
-        *self.seen.entry((axis, value)).or_default() += 1;
+    pub(crate) fn saw(&mut self, axis: &'static str, value: impl Display) {
+        *self.seen.entry((axis, value.to_string())).or_default() += 1;
     }
 }

@@ -1,152 +1,23 @@
-//! Random engines: a model both sides share, and for each side ranks and where they keep what.
+//! Random engines: for each side ranks, and where they keep what.
 
 use kvferry_handshake::{
-    Component, Dcp, Element, Envelope, HeadSpan, Identity, Kind, PageGroup, Part, Placement, Rank, Role,
-    Scales, Strides, Unit,
+    Component, Envelope, HeadSpan, Identity, PageGroup, Placement, Rank, Role, Strides, Unit,
 };
 
 use super::draw::Draw;
+use super::model::{Cut, Launch, Model};
 
-/// What both sides agree on.
-pub(crate) struct Model {
-    pub(crate) components: Vec<Component>,
-    /// Page sizes may differ between the sides, component by component; `Page` components' may not.
-    pub(crate) page_size: Vec<u32>,
-}
-
-const PAGE_SIZES: [u32; 10] = [1, 2, 3, 4, 8, 12, 16, 32, 64, 128];
-
-pub(crate) fn model(draw: &mut Draw) -> Model {
-    let count = draw.pick(&[1, 1, 1, 2, 3]);
-    let mut components = Vec::new();
-    let mut page_size = Vec::new();
-    for number in 0..count {
-        let kind = draw.pick(&[
-            Kind::Kv,
-            Kind::Kv,
-            Kind::Latent,
-            Kind::Latent,
-            Kind::Window,
-            Kind::Scales,
-            Kind::State,
-        ]);
-        let layers = draw.between(1, 5);
-        let first = draw.between(0, 3);
-        let gap = draw.between(1, 2);
-        let heads = draw.between(1, 16);
-        let parts: &[(&str, u32)] = match kind {
-            Kind::Kv | Kind::Window => &[("k", heads), ("v", heads)],
-            Kind::Latent | Kind::Indexer => &[("latent", 1)],
-            Kind::Scales => &[("scale", heads)],
-            Kind::State => &[("x", heads), ("b", heads.div_ceil(2)), ("c", 1)],
-        };
-        let element = draw.pick(&[Element::Int8, Element::Int8, Element::Bf16]);
-        let widths = [draw.between(1, 4), draw.between(1, 4), draw.between(1, 4)];
-        let equal = draw.once_in(2);
-        let unit = match kind {
-            Kind::Scales => Unit::Page,
-            Kind::State => Unit::Slot,
-            _ => Unit::Token,
-        };
-        components.push(Component {
-            name: format!("component{number}"),
-            kind,
-            page_group: number,
-            layers: (0..layers).map(|layer| first + layer * gap).collect(),
-            parts: parts
-                .iter()
-                .zip(widths)
-                .map(|((name, heads), width)| Part {
-                    name: (*name).to_owned(),
-                    heads: *heads,
-                    width: if equal { widths[0] } else { width },
-                })
-                .collect(),
-            element,
-            scales: Scales::None,
-            unit,
-            opaque: None,
-            window: (kind == Kind::Window).then(|| draw.between(1, 100)),
-            dcp: Dcp::NONE,
-        });
-        page_size.push(if unit == Unit::Slot {
-            1
-        } else {
-            draw.pick(&PAGE_SIZES)
-        });
-    }
-    Model {
-        components,
-        page_size,
-    }
-}
-
-/// One side's choices.
-pub(crate) struct Launch {
-    pub(crate) tp: u32,
-    pub(crate) pp: u32,
-    pub(crate) dcp: u32,
-}
-
-/// How tokens are split and pages cut, of every component.
-pub(crate) struct Cut {
-    pub(crate) dcp: Vec<Dcp>,
-    pub(crate) page_size: Vec<u32>,
-}
-
-/// A random split of each component's tokens that fits its pages; `like` the other side's where given.
-pub(crate) fn cut(draw: &mut Draw, model: &Model, dcp: u32, like: Option<&Cut>) -> Cut {
-    let mut cut = Cut {
-        dcp: Vec::new(),
-        page_size: Vec::new(),
-    };
-    for (at, (component, page)) in model.components.iter().zip(&model.page_size).enumerate() {
-        let mut page = match component.unit {
-            Unit::Token => draw.pick(&[*page, *page, *page, draw_page(*page)]),
-            Unit::Page | Unit::Slot => *page,
-        };
-        let split = match like {
-            Some(like) => {
-                if !page.is_multiple_of(like.dcp[at].interleave) {
-                    page = like.page_size[at];
-                }
-                like.dcp[at]
-            }
-            None if component.unit == Unit::Slot || dcp == 1 => Dcp::NONE,
-            None => {
-                let divisors: Vec<u32> = (1..=page).filter(|g| page.is_multiple_of(*g)).collect();
-                Dcp {
-                    size: dcp,
-                    interleave: draw.pick(&divisors),
-                }
-            }
-        };
-        cut.dcp.push(split);
-        cut.page_size.push(page);
-    }
-    cut
-}
-
-fn draw_page(page: u32) -> u32 {
-    PAGE_SIZES[(page as usize * 7) % PAGE_SIZES.len()]
-}
-
-/// An engine of this model.
-pub(crate) fn engine(draw: &mut Draw, model: &Model, launch: &Launch, cut: &Cut, pools: &[u32]) -> Envelope {
-    let mut components = model.components.clone();
-    for (component, dcp) in components.iter_mut().zip(&cut.dcp) {
-        component.dcp = *dcp;
-    }
-    let page_groups: Vec<PageGroup> = (0u16..)
-        .zip(&cut.page_size)
-        .zip(pools)
-        .map(|((number, page), pool)| PageGroup {
-            name: format!("group{number}"),
-            page_size: *page,
-            pool_pages: *pool,
-            pool: number,
-        })
-        .collect();
+/// An engine of this model, with pools large enough for `tokens` tokens and `slots` slots. Names say what
+/// belongs together: components, parts and page groups are in any order.
+pub(crate) fn engine(
+    draw: &mut Draw,
+    model: &Model,
+    launch: &Launch,
+    cut: &Cut,
+    tokens: u64,
+    slots: u32,
+) -> Envelope {
+    let (components, page_groups) = declare(draw, model, cut, tokens, slots);
     let split = components.iter().any(|component| component.dcp.size > 1);
     let mut ranks = Vec::new();
     for stage in 0..launch.pp {
@@ -182,6 +53,50 @@ pub(crate) fn engine(draw: &mut Draw, model: &Model, launch: &Launch, cut: &Cut,
         components,
         ranks,
     }
+}
+
+fn declare(
+    draw: &mut Draw,
+    model: &Model,
+    cut: &Cut,
+    tokens: u64,
+    slots: u32,
+) -> (Vec<Component>, Vec<PageGroup>) {
+    let mut order: Vec<usize> = (0..model.components.len()).collect();
+    draw.shuffle(&mut order);
+    let mut components: Vec<Component> = Vec::new();
+    let mut groups: Vec<PageGroup> = Vec::new();
+    for at in order {
+        let mut component = model.components[at].clone();
+        component.dcp = cut.dcp[at];
+        draw.shuffle(&mut component.parts);
+        let slot = component.unit == Unit::Slot;
+        let fits = components.iter().find(|other| {
+            let group = &groups[usize::from(other.page_group)];
+            other.dcp == component.dcp
+                && group.page_size == cut.page_size[at]
+                && slot == (other.unit == Unit::Slot)
+        });
+        component.page_group = match fits {
+            Some(other) if draw.once_in(2) => {
+                draw.saw("page lists", "shared");
+                other.page_group
+            }
+            _ => groups.len() as u16,
+        };
+        if usize::from(component.page_group) == groups.len() {
+            let page_size = cut.page_size[at];
+            let entries = tokens.div_ceil(u64::from(page_size * component.dcp.size)) as u32;
+            groups.push(PageGroup {
+                name: format!("group{}", groups.len()),
+                page_size,
+                pool_pages: if slot { slots } else { entries } + draw.between(1, 4),
+                pool: component.page_group,
+            });
+        }
+        components.push(component);
+    }
+    (components, groups)
 }
 
 fn identity() -> Identity {
@@ -247,7 +162,7 @@ impl Place<'_> {
         let heads_apart = draw.once_in(8);
         draw.saw("layers", if layers_apart { "apart" } else { "together" });
         draw.saw("parts", if parts_apart { "apart" } else { "together" });
-        draw.saw("heads", if heads_apart { "apart" } else { "together" });
+        draw.saw("heads of a rank", if heads_apart { "apart" } else { "together" });
         let mut parts: Vec<u16> = (0u16..).zip(&spans).map(|(at, _)| at).collect();
         draw.shuffle(&mut parts);
         let order = Order::draw(draw);
