@@ -259,6 +259,8 @@ fn say(out: &mut impl std::io::Write, told: &Told) -> std::io::Result<()> {
             bytes: count,
             paths,
             moves,
+            bounced,
+            resent,
             met_us,
             moved_us,
             metadata,
@@ -274,6 +276,16 @@ fn say(out: &mut impl std::io::Write, told: &Told) -> std::io::Result<()> {
                 millis(*moved_us),
                 millis(*met_us),
             )?;
+            if *bounced > 0 {
+                write!(out, ", {} through a bounce buffer", bytes(*bounced))?;
+            }
+            if *resent > 0 {
+                write!(
+                    out,
+                    ", {} sent again",
+                    counted(usize::try_from(*resent).unwrap_or(usize::MAX), "chunk")
+                )?;
+            }
             match metadata {
                 Some(metadata) => writeln!(out, ", metadata {metadata:?}"),
                 None => writeln!(out),

@@ -270,3 +270,89 @@ fn no_daemon_is_an_error_that_says_so() {
         "{said}"
     );
 }
+
+/// What `kvferry envelope` makes of a config.json and a launch command is what `check` and `plan` read.
+#[test]
+fn an_envelope_is_made_and_says_what_it_assumed() {
+    let config = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../docs/examples/llama-3.1-8b/config.json"
+    );
+    let dir = tempfile::tempdir().unwrap();
+    let envelope = |name: &str, arguments: &[&str]| {
+        let file = dir.path().join(name);
+        let mut kvferry = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+        kvferry
+            .args(["envelope", "--config", config, "--output"])
+            .arg(&file)
+            .args(arguments);
+        (kvferry.output().unwrap(), file)
+    };
+    let vllm = [
+        "--role",
+        "prefill",
+        "--",
+        "vllm",
+        "serve",
+        "m",
+        "--tensor-parallel-size",
+        "4",
+        "--block-size",
+        "16",
+    ];
+    let sglang = [
+        "--role",
+        "decode",
+        "--framework",
+        "sglang",
+        "--",
+        "--model-path",
+        "m",
+        "--tp-size",
+        "2",
+        "--page-size",
+        "16",
+    ];
+    let (made, prefill) = envelope("prefill.toml", &vllm);
+    assert_eq!(code(&made), 0, "{}", text(&made.stderr));
+    assert!(
+        text(&made.stderr).contains("pool_pages"),
+        "the assumed pool is not told: {}",
+        text(&made.stderr)
+    );
+    let (made, decode) = envelope("decode.toml", &sglang);
+    assert_eq!(code(&made), 0, "{}", text(&made.stderr));
+    let mut check = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    check
+        .arg("check")
+        .arg("--prefill")
+        .arg(prefill)
+        .arg("--decode")
+        .arg(decode);
+    let output = check.output().unwrap();
+    assert_eq!(
+        code(&output),
+        0,
+        "{}{}",
+        text(&output.stdout),
+        text(&output.stderr)
+    );
+
+    let (made, file) = envelope("none.toml", &["--", "something", "--tp", "2"]);
+    assert_eq!((code(&made), file.exists()), (2, false));
+    assert!(
+        text(&made.stderr).contains("--framework"),
+        "{}",
+        text(&made.stderr)
+    );
+    let (made, _) = envelope(
+        "none.toml",
+        &["--", "vllm", "serve", "m", "--tensor-parallel-size", "x"],
+    );
+    assert_eq!(code(&made), 2);
+    assert!(
+        text(&made.stderr).contains("--tensor-parallel-size"),
+        "{}",
+        text(&made.stderr)
+    );
+}

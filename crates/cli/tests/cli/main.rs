@@ -6,6 +6,7 @@
     reason = "a panic in a test is a failed test, and its numbers are small"
 )]
 
+mod docs_name_what_exists;
 mod exit_codes;
 mod plan_is_exact;
 mod program;
