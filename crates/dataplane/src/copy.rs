@@ -4,6 +4,7 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use kvferry_handshake::Code;
 
+use crate::batches::in_batches;
 use crate::job::{Job, Pass, Role, Trouble};
 use crate::line::{Line, Taken};
 use crate::memory::Span;
@@ -123,7 +124,7 @@ fn copy(taken: &Taken, bounce: &mut Vec<u8>) -> Result<Done, Halt> {
     };
     let mut done = Done::default();
     let mut carrier = Carrier::new(&taken.job, bounce);
-    for step in taken.view.map.moves(taken.chunk, &taken.view.pages) {
+    for step in in_batches(taken.view.map.moves(taken.chunk, &taken.view.pages)) {
         let source = source_memory.piece(step.source_region, step.source_offset, step.len);
         let target = memory.piece(step.region, step.offset, step.len);
         let (source, target) = (source.map_err(Halt::Trouble)?, target.map_err(Halt::Trouble)?);
@@ -192,6 +193,7 @@ impl<'c> Carrier<'c> {
     }
 
     /// Carries a move, which has one length on both sides.
+    #[inline]
     fn carry(&mut self, source: Piece<'c>, target: Piece<'c>) -> Result<(), Halt> {
         match (source, target) {
             (Piece::Mapped(source), Piece::Mapped(target)) => self.copy(source, target),

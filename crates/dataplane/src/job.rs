@@ -92,26 +92,33 @@ impl RankMemory {
     }
 
     /// The memory of an extent.
+    #[inline]
     pub(crate) fn piece(&self, region: u16, offset: u64, len: u64) -> Result<Piece<'_>, Trouble> {
-        let outside = |what: &str| Trouble {
-            code: Code::RegionOutOfBounds,
-            message: format!(
-                "region {region}: bytes {offset} to {} {what}",
-                offset.saturating_add(len)
-            ),
-        };
-        let found = self
-            .0
-            .get(usize::from(region))
-            .and_then(Option::as_ref)
-            .ok_or_else(|| outside("are planned, and the region is not registered"))?;
-        found
-            .piece(offset, len)
-            .ok_or_else(|| outside("are planned, and the region ends before"))
+        let found = self.0.get(usize::from(region)).and_then(Option::as_ref);
+        match found.and_then(|found| found.piece(offset, len)) {
+            Some(piece) => Ok(piece),
+            None => Err(outside(region, offset, len, found.is_some())),
+        }
     }
 
     pub(crate) fn extent(&self, extent: &Extent) -> Result<Piece<'_>, Trouble> {
         self.piece(extent.region, extent.offset, extent.len)
+    }
+}
+
+#[cold]
+fn outside(region: u16, offset: u64, len: u64, registered: bool) -> Trouble {
+    let what = if registered {
+        "the region ends before"
+    } else {
+        "the region is not registered"
+    };
+    Trouble {
+        code: Code::RegionOutOfBounds,
+        message: format!(
+            "region {region}: bytes {offset} to {} are planned, and {what}; register it as long as the envelope says",
+            offset.saturating_add(len)
+        ),
     }
 }
 

@@ -10,6 +10,7 @@
 
 #![deny(unsafe_code)]
 
+mod batches;
 mod config;
 mod copy;
 mod core;

@@ -152,9 +152,11 @@ impl Link {
         Ok(())
     }
 
-    /// Reads what there is into the inbox; the end of the stream is an error.
-    pub(crate) fn receive(&mut self, inbox: &mut Inbox) -> io::Result<usize> {
+    /// Reads what there is into the inbox, at most so many bytes; the end of the stream is an error.
+    pub(crate) fn receive(&mut self, inbox: &mut Inbox, most: usize) -> io::Result<usize> {
         let space = inbox.space();
+        let len = space.len().min(most);
+        let space = &mut space[..len];
         let got = match &mut self.tls {
             None => Raw(&self.socket).read(space),
             Some(tls) => receive_tls(tls, &self.socket, space),

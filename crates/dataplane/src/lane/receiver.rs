@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 use kvferry_handshake::Code;
 use kvferry_plan::Side;
 
+use crate::batches::in_batches;
 use crate::copy::fault;
 use crate::job::{Job, Pass, RankMemory, Role, Trouble};
 use crate::jobs::Jobs;
 use crate::lane::frame::{
     ACK_BYTES, Ack, HEADER_BYTES, HELLO, Header, MAX_PAYLOAD, TRAILER_BYTES, Trailer, Verdict,
 };
-use crate::lane::scatter::{Inbox, Pieces, Scatter};
+use crate::lane::scatter::{AHEAD_BYTES, Inbox, Pieces, Scatter};
 use crate::lane::{LaneEnd, Link, would_block};
 use crate::memory::Span;
 use crate::peer::Peer;
@@ -282,7 +283,8 @@ impl Receiver<'_> {
     /// Has at least so many bytes, which fit, in the inbox. Without a limit, waits for as long as it takes.
     fn fill(&mut self, least: usize, limit: Option<Duration>) -> Result<(), LaneEnd> {
         while self.inbox.filled().len() < least {
-            match self.link.receive(&mut self.inbox) {
+            // Not much: what follows a header may go straight into pages.
+            match self.link.receive(&mut self.inbox, AHEAD_BYTES) {
                 Ok(_) => self.moved = Instant::now(),
                 Err(error) if would_block(&error) => self.wait(limit)?,
                 Err(error) => return Err(error.into()),
@@ -367,7 +369,7 @@ impl<'l> Landing<'_, 'l, '_> {
     fn land(&mut self, header: &Header, view: &View, memory: &'l RankMemory) -> Result<u64, Halt> {
         let mut moves = 0;
         let mut planned = 0;
-        for extent in view.map.extents(header.chunk, Side::Decode, &view.pages) {
+        for extent in in_batches(view.map.extents(header.chunk, Side::Decode, &view.pages)) {
             moves += 1;
             planned += extent.len;
             if planned > header.bytes {
@@ -420,6 +422,7 @@ impl<'l> Landing<'_, 'l, '_> {
 
     /// Has the next bytes go to a span.
     fn span(&mut self, mut span: Span<'l>) -> Result<(), Halt> {
+        let direct = self.lane.link.is_direct() && span.len() >= DIRECT_BYTES;
         while span.len() > 0 {
             // What came already comes first, once the pieces before it are filled.
             if self.window.is_empty() && !self.lane.inbox.filled().is_empty() {
@@ -434,7 +437,7 @@ impl<'l> Landing<'_, 'l, '_> {
                 self.lane.inbox.consume(len);
                 self.consumed(len);
                 span = span.split(len).1;
-            } else if self.lane.link.is_direct() && span.len() >= DIRECT_BYTES {
+            } else if direct {
                 if self.window.is_full() {
                     self.drain()?;
                 }
@@ -456,7 +459,7 @@ impl<'l> Landing<'_, 'l, '_> {
     fn fill(&mut self) -> Result<(), Halt> {
         self.pass = None;
         while self.lane.inbox.filled().is_empty() {
-            match self.lane.link.receive(&mut self.lane.inbox) {
+            match self.lane.link.receive(&mut self.lane.inbox, usize::MAX) {
                 Ok(_) => self.lane.moved = Instant::now(),
                 Err(error) if would_block(&error) => self.wait()?,
                 Err(error) => return Err(Halt::Lane(error.into())),
@@ -521,7 +524,7 @@ impl<'l> Landing<'_, 'l, '_> {
         if self.lane.inbox.space().is_empty() {
             return Ok(false);
         }
-        match self.lane.link.receive(&mut self.lane.inbox) {
+        match self.lane.link.receive(&mut self.lane.inbox, usize::MAX) {
             Ok(_) => {
                 self.lane.moved = Instant::now();
                 Ok(true)

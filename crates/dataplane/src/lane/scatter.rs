@@ -11,7 +11,7 @@ use crate::memory::Span;
 const MAX_PIECES: usize = 1023;
 /// How far a read into pages may run into what follows them: enough for the trailer, the next header and some small
 /// chunks; what of it is payload is copied once more.
-const AHEAD_BYTES: usize = 16 << 10;
+pub(crate) const AHEAD_BYTES: usize = 16 << 10;
 /// Size of the inbox.
 const INBOX_BYTES: usize = 256 << 10;
 

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use kvferry_handshake::Code;
 use kvferry_plan::Side;
 
+use crate::batches::in_batches;
 use crate::copy::fault;
 use crate::job::{Job, Pass, RankMemory, Role, Trouble};
 use crate::lane::frame::{ACK_BYTES, Ack, HEADER_BYTES, HELLO, Header, TRAILER_BYTES, Verdict, hello};
@@ -27,6 +28,9 @@ const MAX_UNACKED: usize = 4096;
 /// Most chunks of one batch, and how many bytes fill one.
 const BATCH_CHUNKS: usize = 64;
 const BATCH_BYTES: u64 = 512 << 10;
+
+/// Batches after which acknowledgements are looked for.
+const ACKS_EACH: u32 = 8;
 
 /// What a sending end needs to begin.
 #[derive(Debug)]
@@ -117,7 +121,7 @@ fn open(config: &Config, start: &Start) -> Result<Link, LaneEnd> {
     }
     let mut inbox = Inbox::new();
     while inbox.filled().len() < HELLO.len() {
-        match link.receive(&mut inbox) {
+        match link.receive(&mut inbox, usize::MAX) {
             Ok(_) => {}
             Err(error) if would_block(&error) => {
                 link.wait(&start.wake, false, left(limit)?)?;
@@ -142,8 +146,13 @@ impl Sender<'_> {
         let mut buffers = Buffers::new();
         let mut batch = Vec::new();
         let mut used = Instant::now();
+        // Acknowledgements are looked for when the socket has something to read, and now and then while it is not waited
+        // for.
+        let mut batches = 0;
         loop {
-            self.take_acks()?;
+            if batches == 0 {
+                self.take_acks()?;
+            }
             if self.start.wake.is_ending() {
                 return Err(LaneEnd::Told);
             }
@@ -161,8 +170,10 @@ impl Sender<'_> {
             if !batch.is_empty() {
                 self.send_batch(&batch, &mut buffers)?;
                 used = Instant::now();
+                batches = (batches + 1) % ACKS_EACH;
                 continue;
             }
+            batches = 0;
             let limit = if self.left.unacked.is_empty() {
                 let idle = self.config.idle.saturating_sub(used.elapsed());
                 if idle.is_zero() {
@@ -248,7 +259,7 @@ impl Sender<'_> {
     /// Takes the acknowledgements that are there.
     fn take_acks(&mut self) -> Result<(), LaneEnd> {
         loop {
-            match self.link.receive(&mut self.acks) {
+            match self.link.receive(&mut self.acks, usize::MAX) {
                 Ok(_) => {}
                 Err(error) if would_block(&error) => return Ok(()),
                 Err(error) => return Err(error.into()),
@@ -359,7 +370,7 @@ impl<'b> Frame<'b> {
     ) -> Result<(), LaneEnd> {
         let view = &taken.view;
         let mut process: Option<&'b EngineProcess> = None;
-        for extent in view.map.extents(taken.chunk, Side::Prefill, &view.pages) {
+        for extent in in_batches(view.map.extents(taken.chunk, Side::Prefill, &view.pages)) {
             if extent.len > self.left {
                 self.fail(
                     window,
