@@ -46,7 +46,11 @@ fn main() -> anyhow::Result<()> {
         stream.extend_from_slice(&u32::try_from(message.len())?.to_le_bytes());
         stream.extend_from_slice(&message);
     }
-    write(&dir, "control_frames", 1000, &stream)
+    write(&dir, "control_frames", 1000, &stream)?;
+    for (number, talk) in kvferry_fuzz_seeds::talks()?.iter().enumerate() {
+        write(&dir, "peer_frames", number, talk)?;
+    }
+    Ok(())
 }
 
 fn write(dir: &Path, target: &str, number: usize, bytes: &[u8]) -> anyhow::Result<()> {
