@@ -21,6 +21,8 @@ pub struct Config {
     pub stall: Duration,
     /// How long an answer about a lane is awaited before it is asked for again.
     pub answer: Duration,
+    /// When no lane to a peer can be opened for so long, the jobs that wait for one fail.
+    pub patience: Duration,
     /// A connection to the data port that has not shown its token for so long is dropped.
     pub hello: Duration,
     /// Most connections that have not shown their token; the oldest gives way.
@@ -79,6 +81,7 @@ impl Default for Config {
             idle: Duration::from_secs(30),
             stall: Duration::from_secs(10),
             answer: Duration::from_secs(1),
+            patience: Duration::from_secs(15),
             hello: Duration::from_secs(5),
             max_unproven: 256,
             tls: None,

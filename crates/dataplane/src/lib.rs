@@ -32,6 +32,8 @@ mod region;
 mod source;
 mod steward;
 mod target;
+#[cfg(test)]
+mod testing;
 mod threads;
 mod wake;
 

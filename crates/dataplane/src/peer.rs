@@ -188,3 +188,55 @@ impl Traffic {
         )
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use crate::testing;
+    use crate::wake::Wake;
+
+    fn taken(peer: &super::Peer, life: u64, wake: &Arc<Wake>) -> usize {
+        let mut batch = Vec::new();
+        peer.outbox.take(life, wake, &mut batch, 64, 1);
+        batch.len()
+    }
+
+    #[test]
+    fn lanes_of_an_earlier_life_take_nothing() {
+        let (peer, _taken) = testing::send(1);
+        let wake = Arc::new(Wake::new().unwrap());
+        peer.outbox.begin_life(2);
+        assert_eq!(taken(&peer, 1, &wake), 0);
+        assert_eq!(taken(&peer, 2, &wake), 1);
+    }
+
+    #[test]
+    fn what_is_put_back_is_taken_again_and_a_stopped_job_gives_nothing() {
+        let (peer, first) = testing::send(1);
+        let wake = Arc::new(Wake::new().unwrap());
+        peer.put_back(&first);
+        assert_eq!(peer.traffic.totals().2, 1);
+        let mut batch = Vec::new();
+        peer.outbox.take(0, &wake, &mut batch, 64, u64::MAX);
+        let chunks: Vec<_> = batch.iter().map(|taken| taken.chunk).collect();
+        assert_eq!(chunks, [0, 1, 2, 3]);
+        first.job.stop();
+        peer.put_back(&first);
+        assert_eq!(taken(&peer, 0, &wake), 0);
+        assert_eq!(peer.outbox.waiting(1), 0);
+    }
+
+    #[test]
+    fn a_stopped_job_leaves_the_line() {
+        let (peer, taken) = testing::send(1);
+        assert_eq!(peer.outbox.waiting(10), 3);
+        taken.job.stop();
+        assert!(peer.outbox.jobs().is_empty());
+        peer.outbox.join(&taken.job);
+        assert!(
+            peer.outbox.jobs().is_empty(),
+            "it joined the line after it was stopped"
+        );
+    }
+}

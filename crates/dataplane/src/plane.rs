@@ -43,7 +43,7 @@ impl Core {
         self.jobs.copies.end();
         self.bell.end();
         for peer in self.peers() {
-            peer.lanes().end();
+            peer.lanes().down();
         }
         self.threads.join_all();
         self.jobs.clear();

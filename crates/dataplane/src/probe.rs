@@ -32,18 +32,7 @@ pub(crate) fn reachable(process: &EngineProcess, address: u64, len: u64) -> Resu
     for address in [address, end - 1] {
         let mut byte = [0u8];
         if let Err(error) = process.read(&[Remote { address, len: 1 }], &mut byte) {
-            return Err(match error.raw_os_error() {
-                Some(libc::EFAULT) => bounds(format!(
-                    "address {address:#x} is not mapped in process {}; give a range that is",
-                    process.pid()
-                )),
-                Some(libc::ESRCH) => unreachable(format!("process {} has ended", process.pid())),
-                _ => unreachable(format!(
-                    "reading memory of process {} failed: {error}; hand over a memfd, or run daemon and engine as one user \
-                     with ptrace allowed (CAP_SYS_PTRACE, or kernel.yama.ptrace_scope = 0)",
-                    process.pid()
-                )),
-            });
+            return Err(refusal(process.pid(), address, &error));
         }
     }
     // Between the ends the process's map tells. Who may read the memory may read the map; should the system forbid
@@ -58,6 +47,28 @@ pub(crate) fn reachable(process: &EngineProcess, address: u64, len: u64) -> Resu
              range that is",
             process.pid()
         ))),
+    }
+}
+
+/// What a read that failed means.
+fn refusal(pid: i32, address: u64, error: &std::io::Error) -> RegisterError {
+    match error.raw_os_error() {
+        Some(libc::EFAULT) => {
+            let message =
+                format!("address {address:#x} is not mapped in process {pid}; give a range that is");
+            RegisterError::new(Code::RegionOutOfBounds, message)
+        }
+        Some(libc::ESRCH) => RegisterError::new(
+            Code::RegionUnreachable,
+            format!("process {pid} has ended; attach again"),
+        ),
+        _ => {
+            let message = format!(
+                "reading memory of process {pid} failed: {error}; hand over a memfd, or run daemon and engine as one user \
+                 with ptrace allowed (CAP_SYS_PTRACE, or kernel.yama.ptrace_scope = 0)"
+            );
+            RegisterError::new(Code::RegionUnreachable, message)
+        }
     }
 }
 
@@ -92,7 +103,10 @@ fn first_unfit(maps: &str, address: u64, end: u64) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use super::first_unfit;
+    use super::{first_unfit, reachable, refusal};
+    use crate::process::EngineProcess;
+    use kvferry_handshake::Code;
+    use std::io::Error;
 
     const MAPS: &str = "1000-3000 rw-p 00000000 00:00 0 \n3000-4000 rw-s 00000000 00:01 5 /memfd:a\n\
                         5000-6000 rw-p 00000000 00:00 0\n6000-7000 r--p 00000000 00:00 0\n";
@@ -109,5 +123,22 @@ mod tests {
         assert_eq!(first_unfit(MAPS, 0x3000, 0x4001), Some(0x4000));
         assert_eq!(first_unfit(MAPS, 0x5800, 0x6001), Some(0x6000));
         assert_eq!(first_unfit(MAPS, 0x8000, 0x8001), Some(0x8000));
+    }
+
+    #[test]
+    fn refusals_say_what_to_do() {
+        let refused = |errno| refusal(7, 0x1000, &Error::from_raw_os_error(errno));
+        assert_eq!(refused(libc::EFAULT).code(), Code::RegionOutOfBounds);
+        assert_eq!(refused(libc::ESRCH).code(), Code::RegionUnreachable);
+        let denied = refused(libc::EPERM);
+        assert_eq!(denied.code(), Code::RegionUnreachable);
+        assert!(denied.to_string().contains("ptrace_scope"), "{denied}");
+    }
+
+    #[test]
+    fn a_process_of_another_pid_namespace_is_refused() {
+        let refused = reachable(&EngineProcess::unseen(), 0x1000, 1).unwrap_err();
+        assert_eq!(refused.code(), Code::RegionUnreachable);
+        assert!(refused.to_string().contains("PID namespace"), "{refused}");
     }
 }

@@ -83,6 +83,16 @@ impl EngineProcess {
         })
     }
 
+    /// One in a PID namespace that we cannot see.
+    #[cfg(test)]
+    pub(crate) fn unseen() -> EngineProcess {
+        EngineProcess {
+            pid: 0,
+            uid: 0,
+            pidfd: None,
+        }
+    }
+
     /// Its pid as we see it; 0 when it lives in a PID namespace that we cannot see.
     pub fn pid(&self) -> i32 {
         self.pid

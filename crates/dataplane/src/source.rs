@@ -131,3 +131,67 @@ impl Source {
         self.queue.len()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Source;
+    use crate::testing::{map, pages};
+    use kvferry_handshake::Ready;
+
+    fn layers(front_layers: u32) -> Ready {
+        Ready {
+            front_tokens: 8,
+            front_layers,
+            ..Ready::default()
+        }
+    }
+
+    #[test]
+    fn chunks_are_given_out_once_when_they_are_ready() {
+        let mut source = Source::new(map(), pages());
+        assert!(!source.advance(&layers(0), None));
+        assert!(source.take().0.is_none());
+        assert!(source.advance(&layers(2), None), "the job joins the line");
+        assert!(!source.advance(&layers(3), None), "it stands in the line already");
+        let mut chunks = Vec::new();
+        while let (Some((_, chunk)), _) = source.take() {
+            chunks.push(chunk);
+        }
+        assert_eq!(chunks, [0, 1, 2]);
+        assert!(source.advance(&layers(4), None));
+        assert_eq!(source.take().0.unwrap().1, 3);
+    }
+
+    #[test]
+    fn it_is_complete_when_the_end_is_known_and_all_is_done() {
+        let mut source = Source::new(map(), pages());
+        source.advance(&layers(4), None);
+        while source.take().0.is_some() {}
+        for _ in 0..4 {
+            assert!(!source.done(), "the end is not known");
+        }
+        source.advance(&Ready::complete(8), None);
+        assert!(source.is_complete());
+
+        let mut source = Source::new(map(), pages());
+        source.advance(&Ready::complete(8), None);
+        for left in (0..4).rev() {
+            assert!(source.take().0.is_some());
+            source.put_back(0);
+            assert!(!source.is_complete());
+            source.take();
+            assert_eq!(source.done(), left == 0);
+        }
+    }
+
+    #[test]
+    fn a_cut_leaves_out_what_is_beyond_the_end() {
+        let mut source = Source::new(map(), pages());
+        source.advance(&Ready::complete(3), None);
+        let (view, chunk) = source.take().0.unwrap();
+        assert_eq!(view.map.chunk_bytes(chunk), 3 * 128);
+        let mut empty = Source::new(map(), pages());
+        assert!(!empty.advance(&Ready::complete(0), None));
+        assert!(empty.is_complete());
+    }
+}

@@ -7,9 +7,7 @@ use kvferry_handshake::Code;
 
 use crate::core::Core;
 use crate::job::Trouble;
-
-/// When no lane to a peer could be opened for so long, the jobs that wait for one fail.
-const PATIENCE: Duration = Duration::from_secs(15);
+use crate::peer::Peer;
 
 /// Wakes the steward.
 #[derive(Debug, Default)]
@@ -78,10 +76,11 @@ pub(crate) fn run(core: &Core) {
 }
 
 /// Fails the jobs of a peer whose data port could not be reached for long; else tells when that is due.
-fn unreachable(core: &Core, peer: &crate::peer::Peer, now: Instant) -> Option<Instant> {
+fn unreachable(core: &Core, peer: &Peer, now: Instant) -> Option<Instant> {
     let (since, why) = peer.lanes().failing.clone()?;
-    if now < since + PATIENCE {
-        return Some(since + PATIENCE);
+    let patience = core.config.patience;
+    if now < since + patience {
+        return Some(since + patience);
     }
     peer.lanes().failing = None;
     let jobs = peer.outbox.jobs();
@@ -90,12 +89,11 @@ fn unreachable(core: &Core, peer: &crate::peer::Peer, now: Instant) -> Option<In
         job.fail(Trouble {
             code: Code::PeerUnreachable,
             message: format!(
-                "no connection to the data port of {} could be opened for {PATIENCE:?}: {why}; check that its data port is open \
+                "no connection to the data port of {} could be opened for {patience:?}: {why}; check that its data port is open \
                  to this node, and that both daemons encrypt lanes or neither does",
                 peer.name
             ),
         });
     }
-    let _ = core;
     None
 }

@@ -185,3 +185,87 @@ impl Target {
         usize::try_from(chunk).ok().filter(|at| *at < self.chunks.len())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Arrival, Target};
+    use crate::testing::{map, pages};
+
+    fn target() -> Target {
+        Target::new(map(), pages())
+    }
+
+    fn writes(target: &mut Target, chunk: u32, end: u64, bytes: u64) -> bool {
+        matches!(target.arrives(chunk, end, bytes), Arrival::Write(_))
+    }
+
+    fn differs(target: &mut Target, chunk: u32, end: u64, bytes: u64) -> bool {
+        matches!(target.arrives(chunk, end, bytes), Arrival::Differs(_))
+    }
+
+    #[test]
+    fn a_chunk_lands_once() {
+        let mut target = target();
+        assert!(writes(&mut target, 0, 8, 8 * 128));
+        assert!(matches!(target.arrives(0, 8, 8 * 128), Arrival::Doubled));
+        target.broke_off(0);
+        assert!(writes(&mut target, 0, 8, 8 * 128));
+        assert!(!target.landed(0, 8));
+        assert!(matches!(target.arrives(0, 8, 8 * 128), Arrival::Repeat));
+        target.broke_off(0);
+        assert!(
+            matches!(target.arrives(0, 8, 8 * 128), Arrival::Repeat),
+            "what landed stays"
+        );
+    }
+
+    #[test]
+    fn it_is_complete_when_the_end_is_known_and_all_landed() {
+        let mut target = target();
+        assert_eq!(target.ends(8), Ok(false));
+        for chunk in 0..4 {
+            assert!(writes(&mut target, chunk, 8, 8 * 128));
+            assert_eq!(target.landed(chunk, 8), chunk == 3);
+        }
+        let mut target = self::target();
+        for chunk in 0..4 {
+            assert!(writes(&mut target, chunk, 5, 5 * 128));
+            assert!(!target.landed(chunk, 5), "the end is not known");
+        }
+        assert_eq!(target.ends(5), Ok(true));
+        assert_eq!(self::target().ends(0), Ok(true));
+    }
+
+    #[test]
+    fn ends_that_contradict_each_other_are_refused() {
+        let mut target = target();
+        assert!(differs(&mut target, 0, 9, 9 * 128), "beyond what was asked for");
+        assert!(writes(&mut target, 0, 5, 5 * 128));
+        assert!(
+            differs(&mut target, 1, 4, 4 * 128),
+            "another end than the chunk before"
+        );
+        assert!(target.ends(6).is_err());
+        assert_eq!(target.ends(5), Ok(false));
+        assert!(
+            differs(&mut target, 1, 8, 8 * 128),
+            "whole, with another end known"
+        );
+
+        let mut whole = self::target();
+        writes(&mut whole, 0, 8, 8 * 128);
+        whole.landed(0, 8);
+        assert!(
+            whole.ends(5).is_err(),
+            "it landed whole, with tokens beyond the end"
+        );
+    }
+
+    #[test]
+    fn sizes_and_numbers_that_are_not_planned_are_refused() {
+        let mut target = target();
+        assert!(differs(&mut target, 4, 8, 8 * 128));
+        assert!(differs(&mut target, 0, 8, 8 * 128 - 1));
+        assert!(differs(&mut target, 0, 0, 0));
+    }
+}

@@ -1,7 +1,9 @@
 //! Lanes: one TCP connection each, with one thread at either end.
 
+mod departing;
 pub(crate) mod frame;
 mod gather;
+mod landing;
 mod link;
 pub(crate) mod receiver;
 mod scatter;

@@ -6,20 +6,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_handshake::Code;
-use kvferry_plan::Side;
 
-use crate::batches::in_batches;
-use crate::copy::fault;
-use crate::job::{Job, Pass, RankMemory, Role, Trouble};
-use crate::lane::frame::{ACK_BYTES, Ack, HEADER_BYTES, HELLO, Header, TRAILER_BYTES, Verdict, hello};
-use crate::lane::gather::{Buffers, Gather, STAGING_BYTES};
+use crate::job::{Role, Trouble};
+use crate::lane::departing::Departing;
+use crate::lane::frame::{ACK_BYTES, Ack, HELLO, HELLO_BYTES, Verdict, hello};
+use crate::lane::gather::{Buffers, Gather};
 use crate::lane::scatter::Inbox;
 use crate::lane::{LaneEnd, Link, would_block};
 use crate::line::Taken;
-use crate::memory::Span;
 use crate::peer::Peer;
-use crate::process::{EngineProcess, MAX_RANGES, Remote};
-use crate::region::Piece;
 use crate::wake::Wake;
 use crate::{Config, Token};
 
@@ -64,9 +59,9 @@ pub(crate) struct Left {
     pub(crate) carried: bool,
 }
 
-struct Sender<'l> {
+pub(super) struct Sender<'l> {
     start: &'l Start,
-    config: &'l Config,
+    pub(super) config: &'l Config,
     link: Link,
     acks: Inbox,
     left: &'l mut Left,
@@ -112,7 +107,7 @@ fn open(config: &Config, start: &Start) -> Result<Link, LaneEnd> {
     link.connect_error()?;
     link.tune()?;
     // A fresh connection's buffer holds a hello.
-    if link.send(&hello(start.epoch, &start.token))? != crate::lane::frame::HELLO_BYTES {
+    if link.send(&hello(start.epoch, &start.token))? != HELLO_BYTES {
         return Err(LaneEnd::Violation("no room for a hello"));
     }
     if let Some(tls) = &config.tls {
@@ -215,7 +210,7 @@ impl Sender<'_> {
             let Role::Send { slot, memory, .. } = &taken.job.role else {
                 continue;
             };
-            let mut frame = Frame::begin(self, &mut window, taken, *slot)?;
+            let mut frame = Departing::begin(self, &mut window, taken, *slot)?;
             frame.pages(self, &mut window, taken, memory)?;
             let counted = frame.end(self, &mut window)?;
             // Acknowledgements come in the order of frames, so those of this batch are the last ones.
@@ -228,7 +223,7 @@ impl Sender<'_> {
     }
 
     /// Sends the whole window, and takes acknowledgements while it waits for room.
-    fn drain(&mut self, window: &mut Gather<'_>) -> Result<(), LaneEnd> {
+    pub(super) fn drain(&mut self, window: &mut Gather<'_>) -> Result<(), LaneEnd> {
         while !window.is_empty() {
             match self.link.send_window(window) {
                 Ok(_) => self.moved = Instant::now(),
@@ -310,226 +305,4 @@ impl Sender<'_> {
         }
         Ok(())
     }
-}
-
-/// A frame that is being put together.
-struct Frame<'b> {
-    number: u32,
-    job: &'b Job,
-    /// Payload bytes that are not in the window yet.
-    left: u64,
-    checksum: Option<u32>,
-    pass: Option<Pass<'b>>,
-    moves: u64,
-    bounced: u64,
-    remote: Vec<Remote>,
-}
-
-impl<'b> Frame<'b> {
-    fn begin(
-        lane: &mut Sender<'_>,
-        window: &mut Gather<'b>,
-        taken: &'b Taken,
-        slot: u64,
-    ) -> Result<Frame<'b>, LaneEnd> {
-        let map = &taken.view.map;
-        let bytes = map.chunk_bytes(taken.chunk);
-        let header = Header {
-            slot,
-            chunk: taken.chunk,
-            end: map.end(),
-            bytes,
-            checksum: lane.config.checksum,
-        }
-        .encode();
-        if window.room() < HEADER_BYTES {
-            lane.drain(window)?;
-        }
-        let number = window.begin(&taken.job);
-        window.put(&header);
-        Ok(Frame {
-            number,
-            job: &taken.job,
-            left: bytes,
-            checksum: lane.config.checksum.then(|| crc32c::crc32c(&header)),
-            pass: None,
-            moves: 0,
-            bounced: 0,
-            remote: Vec::new(),
-        })
-    }
-
-    /// Puts the chunk's pages into the window, sending it whenever it is full. When the job is closed or fails meanwhile,
-    /// the frame becomes void.
-    fn pages(
-        &mut self,
-        lane: &mut Sender<'_>,
-        window: &mut Gather<'b>,
-        taken: &'b Taken,
-        memory: &'b RankMemory,
-    ) -> Result<(), LaneEnd> {
-        let view = &taken.view;
-        let mut process: Option<&'b EngineProcess> = None;
-        for extent in in_batches(view.map.extents(taken.chunk, Side::Prefill, &view.pages)) {
-            if extent.len > self.left {
-                self.fail(
-                    window,
-                    Trouble {
-                        code: Code::Internal,
-                        message: format!("chunk {} has more bytes than its plan says", taken.chunk),
-                    },
-                );
-            }
-            if window.is_void(self.number) {
-                break;
-            }
-            self.moves += 1;
-            match memory.extent(&extent) {
-                Err(trouble) => self.fail(window, trouble),
-                Ok(Piece::Mapped(span)) => {
-                    self.remote_pages(lane, window, process)?;
-                    self.span(lane, window, span)?;
-                }
-                Ok(Piece::Process(of, remote)) => {
-                    if process.is_some_and(|process| !std::ptr::eq(process, &raw const **of)) {
-                        self.remote_pages(lane, window, process)?;
-                    }
-                    process = Some(of);
-                    self.remote.push(remote);
-                    let queued: usize = self.remote.iter().map(|range| range.len).sum();
-                    if self.remote.len() >= MAX_RANGES || queued >= STAGING_BYTES {
-                        self.remote_pages(lane, window, process)?;
-                    }
-                }
-            }
-        }
-        self.remote_pages(lane, window, process)?;
-        self.pass = None;
-        if self.left > 0 && !window.is_void(self.number) {
-            self.fail(
-                window,
-                Trouble {
-                    code: Code::Internal,
-                    message: format!("chunk {} has fewer bytes than its plan says", taken.chunk),
-                },
-            );
-        }
-        Ok(())
-    }
-
-    fn fail(&mut self, window: &mut Gather<'b>, trouble: Trouble) {
-        self.pass = None;
-        self.job.fail(trouble);
-        window.make_void(self.number);
-    }
-
-    /// Whether the fence is entered; if the job is closed, the frame becomes void.
-    fn inside(&mut self, window: &mut Gather<'b>) -> bool {
-        if self.pass.is_none() {
-            self.pass = self.job.enter();
-        }
-        if self.pass.is_none() {
-            window.make_void(self.number);
-        }
-        self.pass.is_some()
-    }
-
-    fn span(
-        &mut self,
-        lane: &mut Sender<'_>,
-        window: &mut Gather<'b>,
-        mut span: Span<'b>,
-    ) -> Result<(), LaneEnd> {
-        while span.len() > 0 && self.inside(window) {
-            let Some(pass) = &self.pass else { break };
-            let taken = window.take(self.number, span, pass, self.checksum.as_mut());
-            if taken == 0 {
-                self.pass = None;
-                lane.drain(window)?;
-            }
-            span = span.split(taken).1;
-            self.left -= u64::try_from(taken).unwrap_or(0);
-        }
-        Ok(())
-    }
-
-    /// Reads queued ranges of a process into the window's staging buffer.
-    fn remote_pages(
-        &mut self,
-        lane: &mut Sender<'_>,
-        window: &mut Gather<'b>,
-        process: Option<&'b EngineProcess>,
-    ) -> Result<(), LaneEnd> {
-        let (Some(process), false) = (process, self.remote.is_empty()) else {
-            return Ok(());
-        };
-        let mut ranges = std::mem::take(&mut self.remote);
-        let mut rest = ranges.as_mut_slice();
-        while !rest.is_empty() && self.inside(window) {
-            let (count, bytes) = fitting(rest, window.room());
-            if bytes == 0 {
-                self.pass = None;
-                lane.drain(window)?;
-                continue;
-            }
-            // The last range may fit in part.
-            let last = rest[count - 1];
-            let before: usize = rest[..count - 1].iter().map(|range| range.len).sum();
-            let (part, remainder) = last.split(bytes - before);
-            rest[count - 1] = part;
-            match window.put_with(bytes, |staging| process.read(&rest[..count], staging)) {
-                Ok(staged) => {
-                    if let Some(crc) = &mut self.checksum {
-                        *crc = crc32c::crc32c_append(*crc, staged);
-                    }
-                }
-                Err(error) => {
-                    self.fail(window, fault(process, &error));
-                    break;
-                }
-            }
-            let bytes = u64::try_from(bytes).unwrap_or(0);
-            self.left -= bytes;
-            self.bounced += bytes;
-            if remainder.len > 0 {
-                rest[count - 1] = remainder;
-                rest = &mut rest[count - 1..];
-            } else {
-                rest = &mut rest[count..];
-            }
-        }
-        ranges.clear();
-        self.remote = ranges;
-        Ok(())
-    }
-
-    /// Fills what a void frame lacks with zeros, and puts the trailer. Gives moves and bounced bytes.
-    fn end(mut self, lane: &mut Sender<'_>, window: &mut Gather<'b>) -> Result<(u64, u64), LaneEnd> {
-        while self.left > 0 {
-            let taken = window.take_zeros(self.left);
-            if taken == 0 {
-                lane.drain(window)?;
-            }
-            self.left -= u64::try_from(taken).unwrap_or(0);
-        }
-        if window.room() < TRAILER_BYTES {
-            lane.drain(window)?;
-        }
-        window.end(self.number, self.checksum.unwrap_or(0));
-        Ok((self.moves, self.bounced))
-    }
-}
-
-/// How many ranges from the front, and how many bytes of them, fit into so much room.
-fn fitting(ranges: &[Remote], room: usize) -> (usize, usize) {
-    let mut bytes = 0;
-    let mut count = 0;
-    for range in ranges.iter().take(MAX_RANGES) {
-        if bytes >= room {
-            break;
-        }
-        bytes = room.min(bytes + range.len);
-        count += 1;
-    }
-    (count, bytes)
 }

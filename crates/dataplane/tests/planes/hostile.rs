@@ -305,6 +305,29 @@ fn a_lane_that_breaks_the_protocol_is_destroyed_and_says_so() {
 }
 
 #[test]
+fn a_sender_that_stalls_inside_a_frame_is_cut_off_and_an_idle_one_is_not() {
+    let mut raw = Raw::new(Config {
+        stall: Duration::from_millis(200),
+        ..config()
+    });
+    let (flow, job, payload) = receive(&raw, 1);
+    let frame = [
+        header(job.0, 0, flow.map.end(), payload.len() as u64, false),
+        payload,
+        trailer(0),
+    ]
+    .concat();
+    let mut idle = raw.lane();
+    for part in [10, 40, 1000, frame.len() - 8, frame.len() - 1] {
+        let mut lane = raw.lane();
+        lane.write_all(&frame[..part]).unwrap();
+        assert!(is_closed(&mut lane));
+    }
+    idle.write_all(&frame).unwrap();
+    assert_eq!(ack(&mut idle), (job.0, 0, LANDED));
+}
+
+#[test]
 fn a_chunk_on_two_lanes_at_once_ends_the_second() {
     let mut raw = Raw::new(config());
     let (flow, job, payload) = receive(&raw, 1);

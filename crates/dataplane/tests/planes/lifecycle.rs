@@ -118,6 +118,64 @@ fn jobs_of_regions_that_are_not_there_fail_by_name() {
 }
 
 #[test]
+fn a_plan_that_runs_over_its_region_fails_by_name_and_writes_nothing_outside() {
+    let pair = Pair::new(config());
+    for (source_short, target_short) in [(true, false), (false, true)] {
+        let mut flow = Flow::new(&pair.a, &pair.b, LARGE, 1);
+        let mut local = Flow::new(&pair.a, &pair.a, LARGE, 2);
+        let short = |plane: &DataPlane| -> Arc<[(u16, RegionKey)]> {
+            Arc::new([(0, plane.map_memfd(77, pair::sealed(8192), 4096, 4096).unwrap())])
+        };
+        if source_short {
+            (flow.source, local.source) = (short(&pair.a.plane), short(&pair.a.plane));
+        }
+        if target_short {
+            (flow.target, local.target) = (short(&pair.b.plane), short(&pair.a.plane));
+        }
+        let (send, receive) = flow.start(&pair);
+        let copy = local.copy(&pair.a);
+        local.ready(&pair.a, copy);
+        let (node, job) = if source_short {
+            (&pair.a, send)
+        } else {
+            (&pair.b, receive)
+        };
+        for (node, job) in [(node, job), (&pair.a, copy)] {
+            let seen = node.log.until(job, "failed", |seen| seen.failed.is_some());
+            assert_eq!(seen.failed.unwrap().0, Code::RegionOutOfBounds);
+        }
+        close(&pair, send, receive);
+    }
+}
+
+#[test]
+fn a_data_port_that_cannot_be_reached_fails_what_waits_for_it_by_name() {
+    let pair = Pair::new(Config {
+        patience: Duration::from_millis(300),
+        ..config()
+    });
+    // A port at which nobody listens.
+    let port = std::net::TcpListener::bind((pair::HOST, 0))
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
+    pair.faults.port.store(port, std::sync::atomic::Ordering::Relaxed);
+    let flow = Flow::new(&pair.a, &pair.b, LARGE, 1);
+    let (send, receive) = flow.start(&pair);
+    let seen = pair.a.log.until(send, "failed", |seen| seen.failed.is_some());
+    let (code, message) = seen.failed.unwrap();
+    assert_eq!(code, Code::PeerUnreachable);
+    assert!(
+        message.contains("data port of b") && message.contains("refused"),
+        "{message}"
+    );
+    close(&pair, send, receive);
+    pair.faults.port.store(0, std::sync::atomic::Ordering::Relaxed);
+    flow.carry(&pair);
+}
+
+#[test]
 fn progress_is_told_when_a_job_starts_to_move() {
     let pair = Pair::new(config());
     let flow = Flow::new(&pair.a, &pair.b, LARGE, 1);

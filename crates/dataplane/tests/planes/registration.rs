@@ -93,6 +93,34 @@ fn other_fds_than_memfds_are_named() {
 }
 
 #[test]
+fn memory_that_could_fault_under_the_daemon_is_refused() {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
+    let fd = memfd_create("kvferry-test", flags).unwrap();
+    ftruncate(&fd, 2 << 20).unwrap();
+    fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).unwrap();
+    refused(
+        plane().map_memfd(1, fd, 0, 2 << 20),
+        Code::RegionKind,
+        &["hugetlb", "MADV_HUGEPAGE"],
+    );
+}
+
+#[test]
+fn an_owner_has_a_bounded_number_of_regions() {
+    let plane = plane();
+    let (ours, _theirs) = UnixStream::pair().unwrap();
+    let process = Arc::new(EngineProcess::of(&ours).unwrap());
+    let memory = vec![1u8; 5000];
+    let address = memory.as_ptr().addr() as u64;
+    let map = |owner, at| plane.map_process(owner, Arc::clone(&process), address + at, 1);
+    for at in 0..4096 {
+        map(1, at).unwrap();
+    }
+    refused(map(1, 4096), Code::OverLimit, &["4096"]);
+    map(2, 4096).unwrap();
+}
+
+#[test]
 fn ranges_outside_the_memfd_are_named_with_both_values() {
     let plane = plane();
     let wrong: [(u64, u64, &[&str]); 5] = [
