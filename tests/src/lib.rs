@@ -1,1 +1,24 @@
-//! stub
+//! What the black-box tests are made of: daemons and engines as real processes, engines inside the test
+//! that speak to them through the client, and memory of which every byte is watched.
+//!
+//! The tests know the programs by what they do, never by what is inside: a pool is filled and verified by
+//! the envelope's own formula, row by row, without the planner ([`rows`], [`pool`]), and with a pattern of
+//! its own ([`pattern`]). Every wait has a bound ([`wait`]), and every process that is started ends with the
+//! test, also when the test panics ([`process`]).
+//!
+//! `KVFERRY_FULL=1` runs the widest matrices; `KVFERRY_SEED=N` repeats a run that drew seed N.
+#![forbid(unsafe_code)]
+#![allow(clippy::unwrap_used)] // a panic here is a failed test
+
+pub mod certificates;
+pub mod engine;
+pub mod geometry;
+pub mod memory;
+pub mod node;
+pub mod pages;
+pub mod pattern;
+pub mod pool;
+pub mod process;
+pub mod programs;
+pub mod rows;
+pub mod wait;

@@ -1,0 +1,67 @@
+//! A certificate authority for one test, and a certificate for each of its nodes.
+
+use std::path::{Path, PathBuf};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose,
+};
+
+/// An authority, with its certificate in a file.
+#[derive(Debug)]
+pub struct Authority {
+    folder: PathBuf,
+    ca: PathBuf,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+/// PEM files of one node.
+#[derive(Clone, Debug)]
+pub struct NodeFiles {
+    /// The authority's certificate.
+    pub ca: PathBuf,
+    /// The node's certificate.
+    pub cert: PathBuf,
+    /// Its private key.
+    pub key: PathBuf,
+}
+
+impl Authority {
+    /// A new authority that writes its files to `folder`.
+    pub fn new(folder: &Path, name: &str) -> Authority {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let key = KeyPair::generate().unwrap();
+        let ca = folder.join(format!("{name}.pem"));
+        std::fs::write(&ca, params.self_signed(&key).unwrap().pem()).unwrap();
+        Authority {
+            folder: folder.to_owned(),
+            ca,
+            issuer: Issuer::new(params, key),
+        }
+    }
+
+    /// A certificate for a node that is reached at `localhost` and 127.0.0.1.
+    pub fn node(&self, name: &str) -> NodeFiles {
+        let names = vec!["localhost".to_owned(), "127.0.0.1".to_owned()];
+        let mut params = CertificateParams::new(names).unwrap();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![
+            ExtendedKeyUsagePurpose::ServerAuth,
+            ExtendedKeyUsagePurpose::ClientAuth,
+        ];
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &self.issuer).unwrap();
+        let files = NodeFiles {
+            ca: self.ca.clone(),
+            cert: self.folder.join(format!("{name}.pem")),
+            key: self.folder.join(format!("{name}.key")),
+        };
+        std::fs::write(&files.cert, certificate.pem()).unwrap();
+        std::fs::write(&files.key, key.serialize_pem()).unwrap();
+        files
+    }
+}

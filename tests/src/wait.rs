@@ -1,0 +1,64 @@
+//! Bounded waits: a test that hangs says what it was waiting for.
+
+use std::fmt::Display;
+use std::future::Future;
+use std::time::{Duration, Instant};
+
+/// Longest wait for anything that is no transfer: far beyond what a loaded machine needs.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What `future` gives, within `bound`.
+///
+/// # Panics
+///
+/// When the time is over; the message says `what` was waited for.
+pub async fn within<T>(bound: Duration, what: impl Display, future: impl Future<Output = T>) -> T {
+    match tokio::time::timeout(bound, future).await {
+        Ok(value) => value,
+        Err(_) => panic!("waited {bound:?} in vain: {what}"),
+    }
+}
+
+/// Asks again and again until `probe` gives something.
+///
+/// # Panics
+///
+/// When the time is over; the message says `what` was waited for and what the last try found.
+pub async fn until<T, E, F>(bound: Duration, what: impl Display, mut probe: impl FnMut() -> F) -> T
+where
+    E: Display,
+    F: Future<Output = Result<T, E>>,
+{
+    let end = Instant::now() + bound;
+    let mut pause = Duration::from_millis(5);
+    loop {
+        let found = match tokio::time::timeout_at(end.into(), probe()).await {
+            Ok(Ok(value)) => return value,
+            Ok(Err(found)) => found.to_string(),
+            Err(_) => "a try that did not end".to_owned(),
+        };
+        assert!(
+            Instant::now() < end,
+            "waited {bound:?} in vain: {what}; found {found}"
+        );
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(Duration::from_millis(200));
+    }
+}
+
+/// Whether the widest matrices are to run.
+pub fn full() -> bool {
+    std::env::var_os("KVFERRY_FULL").is_some_and(|value| value == "1")
+}
+
+/// The seed of this run: `KVFERRY_SEED`, or `default`. Printed, so that a failure can be repeated.
+pub fn seed(default: u64) -> u64 {
+    let seed = match std::env::var("KVFERRY_SEED") {
+        Ok(text) => text
+            .parse()
+            .unwrap_or_else(|_| panic!("KVFERRY_SEED is {text:?}, not a number")),
+        Err(_) => default,
+    };
+    println!("seed {seed}: repeat with KVFERRY_SEED={seed}");
+    seed
+}
