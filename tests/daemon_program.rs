@@ -105,7 +105,7 @@ fn values_that_no_key_takes_are_named() {
         ("peer_listen = \"localhost\"\n", "peer_listen"),
         ("lease_ms = -1\n", "lease_ms"),
         ("lease_ms = 99999999999999999999\n", "lease_ms"),
-        ("lease_ms = 5\nlease_ms = 6\n", "lease_ms"),
+        ("lease_ms = 5\nlease_ms = 6\n", "kvferryd.toml:2: duplicate key"),
         ("socket = \"\"\n", "socket"),
         ("advertise = \"nowhere\"\n", "advertise"),
         ("[tls]\nca = \"x\"\n", "tls.cert"),
