@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvferry_client::{ClientError, Fault, Path, Progress, Publication, PublishRequest, TransferId};
 use kvferry_handshake::{Code, Envelope, Launch, ModelShape, PageLists, Ready, Role};
-use kvferry_tests::engine::{Carry, End, Engine, Fetched, fetch_request, named, tokens};
+use kvferry_tests::engine::{Carry, End, Engine, Fetched, bytes, fetch_request, named, tokens};
 use kvferry_tests::geometry::{hybrid, launch};
 use kvferry_tests::memory::Kind;
 use kvferry_tests::node::{Cluster, Node, Options};
@@ -34,6 +34,15 @@ fn model() -> ModelShape {
 
 fn envelope(tp: u32) -> Envelope {
     launch(tp, 16).envelope(&model()).unwrap()
+}
+
+/// With pools for long prompts.
+fn long(tp: u32) -> Envelope {
+    let launch = Launch {
+        pool_pages: 600,
+        ..launch(tp, 16)
+    };
+    launch.envelope(&model()).unwrap()
 }
 
 impl Setting {
@@ -155,17 +164,17 @@ async fn what_is_ready_moves_before_the_rest_is() {
     )
     .await;
     let by_layers = Ready {
-        front_tokens: 1_000,
+        front_tokens: 3_000,
         front_layers: 2,
         ..Ready::default()
     };
-    for (what, first) in [("tokens", of_tokens(900)), ("layers", by_layers)] {
+    for (what, first) in [("tokens", of_tokens(2_900)), ("layers", by_layers)] {
         for (name, decode) in setting.decodes() {
             let what = format!("{what} {name}");
             let stamp = Stamp::of(&what);
-            let source = setting.prefill.draw(1_000, false);
+            let source = setting.prefill.draw(3_000, false);
             let publication = publish(&setting.prefill, 0, &stamp, &source[0], first, None).await;
-            let fetched = setting.fetch(decode, &stamp, 1_000).await;
+            let fetched = setting.fetch(decode, &stamp, 3_000).await;
             let mut seen = Progress::default();
             while seen.bytes == 0 {
                 let moved = within(PATIENCE, &what, fetched.fetchings[0].moved_on(&seen)).await;
@@ -177,7 +186,7 @@ async fn what_is_ready_moves_before_the_rest_is() {
                 0,
                 &stamp,
                 &source[0],
-                Ready::complete(1_000),
+                Ready::complete(3_000),
                 None,
             )
             .await;
@@ -645,14 +654,27 @@ async fn memory_of_the_engines_process() {
                     fetch_first: false,
                     path: Some(path),
                 };
-                let delivered = carry.run(&setting.prefill, engine).await.remove(0);
-                let bytes: u64 = delivered.report.paths.iter().map(|(_, bytes)| bytes).sum();
-                let through_a_buffer = decode == Kind::Process || path == Path::Local;
-                let bounced = if through_a_buffer { bytes } else { 0 };
-                assert_eq!(
-                    delivered.report.bounced, bounced,
-                    "{prefill:?} to {decode:?}, {path:?}"
-                );
+                let carried = carry.run(&setting.prefill, engine).await;
+                // From a mapping to a process and back no buffer is needed; two processes, or one and a socket, need one.
+                let (at_source, at_target) = match path {
+                    Path::Tcp => (prefill == Kind::Process, decode == Kind::Process),
+                    Path::Local => {
+                        let both = prefill == Kind::Process && decode == Kind::Process;
+                        (both, both)
+                    }
+                };
+                for (delivered, buffered) in carried
+                    .publishes
+                    .iter()
+                    .zip([at_source; 2])
+                    .chain(carried.fetches.iter().zip([at_target]))
+                {
+                    let bounced = if buffered { bytes(delivered) } else { 0 };
+                    assert_eq!(
+                        delivered.report.bounced, bounced,
+                        "{prefill:?} to {decode:?}, {path:?}"
+                    );
+                }
             }
         }
         setting.goes_on("process memory").await;
@@ -738,7 +760,7 @@ async fn an_engine_that_ends_takes_its_transfers_with_it() {
 
         // A prefill engine ends while it is fetched from, and its successor of the same name is found.
         let doomed = Engine::attach(named(&envelope(1), "doomed", Role::Prefill), &[node], Kind::Memfd).await;
-        let stamp = Stamp::of("from the doomed");
+        let stamp = Stamp::of(&format!("from the doomed on {}", node.address()));
         let lists = doomed.draw(900, false);
         let publication = publish(&doomed, 0, &stamp, &lists[0], of_tokens(700), None).await;
         let fetched = setting
@@ -753,7 +775,7 @@ async fn an_engine_that_ends_takes_its_transfers_with_it() {
         let successor =
             Engine::attach(named(&envelope(1), "doomed", Role::Prefill), &[node], Kind::Memfd).await;
         let carry = Carry {
-            transfer: "from the successor",
+            transfer: &format!("from the successor on {}", node.address()),
             tokens: 100,
             held: 0,
             sparse: false,

@@ -339,6 +339,15 @@ impl Fetched {
     }
 }
 
+/// How a transfer went, by rank.
+#[derive(Clone, Debug)]
+pub struct Carried {
+    /// On the decode side.
+    pub fetches: Vec<Delivered>,
+    /// On the prefill side.
+    pub publishes: Vec<Delivered>,
+}
+
 /// One transfer from publish to delivered, verified on both sides.
 #[derive(Clone, Copy, Debug)]
 pub struct Carry<'a> {
@@ -362,7 +371,7 @@ impl Carry<'_> {
     /// # Panics
     ///
     /// When it is not delivered, or one byte is wrong.
-    pub async fn run(&self, prefill: &Engine, decode: &Engine) -> Vec<Delivered> {
+    pub async fn run(&self, prefill: &Engine, decode: &Engine) -> Carried {
         let stamp = Stamp::of(self.transfer);
         let range = tokens(self.held, self.tokens);
         let source = prefill.address();
@@ -375,31 +384,47 @@ impl Carry<'_> {
             (publish().await, fetch().await)
         };
         let what = format!("{self:?}");
-        let mut all = Vec::new();
         let ends = fetched.ended(PATIENCE).await;
-        for ((rank, lists), end) in decode.ranks.iter().zip(&fetched.lists).zip(&ends) {
-            let delivered = match end {
-                Ok(delivered) => delivered.clone(),
-                Err(failed) => panic!("{what}: {} is not delivered: {failed}", decode.name()),
-            };
+        let mut carried = Carried {
+            fetches: all_delivered(&ends, &what),
+            publishes: Vec::new(),
+        };
+        for ((rank, lists), delivered) in decode.ranks.iter().zip(&fetched.lists).zip(&carried.fetches) {
             assert_eq!(delivered.tokens, self.tokens, "{what}: tokens delivered");
             let wanted = rank.pool().wanted_bytes(lists, range);
-            let paths = &delivered.report.paths;
-            let bytes: u64 = paths.iter().map(|(_, bytes)| bytes).sum();
-            assert_eq!(bytes, wanted, "{what}: bytes of rank {}", rank.pool().rows().rank);
-            let others = paths
-                .iter()
-                .find(|(path, bytes)| *bytes > 0 && self.path.is_some_and(|only| only != *path));
-            assert_eq!(others, None, "{what}: a path that it should not take");
-            all.push(delivered);
+            assert_eq!(
+                bytes(delivered),
+                wanted,
+                "{what}: bytes of rank {}",
+                rank.pool().rows().rank
+            );
+            let mut others = delivered.report.paths.clone();
+            others.retain(|(path, bytes)| *bytes > 0 && self.path.is_some_and(|only| only != *path));
+            assert_eq!(others, [], "{what}: a path that it should not take");
         }
         decode.settle_fetch(&fetched, &ends, &what);
-        for end in published.ended(PATIENCE).await {
-            if let Err(failed) = end {
-                panic!("{what}: {} is not delivered: {failed}", prefill.name());
-            }
-        }
+        carried.publishes = all_delivered(&published.ended(PATIENCE).await, &what);
+        let sent: u64 = carried.publishes.iter().map(bytes).sum();
+        let received: u64 = carried.fetches.iter().map(bytes).sum();
+        assert_eq!(
+            sent, received,
+            "{what}: bytes that both sides report: {:#?}",
+            carried.publishes
+        );
         prefill.settle_publish(&published, &what);
-        all
+        carried
     }
+}
+
+/// Bytes that a report names, by whatever path.
+pub fn bytes(delivered: &Delivered) -> u64 {
+    delivered.report.paths.iter().map(|(_, bytes)| bytes).sum()
+}
+
+fn all_delivered(ends: &[End], what: &str) -> Vec<Delivered> {
+    let delivered = ends.iter().enumerate().map(|(rank, end)| match end {
+        Ok(delivered) => delivered.clone(),
+        Err(failed) => panic!("{what}: rank {rank} is not delivered: {failed}"),
+    });
+    delivered.collect()
 }

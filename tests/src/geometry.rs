@@ -122,6 +122,7 @@ pub fn plain_pairs() -> Vec<Pair> {
     let other_widths = |tp| make(&launch(tp, 16), &unequal);
     const PAGE_SIZE: Expected = Refused(&[Code::PageSize]);
     const ELEMENT: Expected = Refused(&[Code::ElementType]);
+    const UNRESOLVED: Expected = Refused(&[Code::ElementUnresolved]);
     const LAYOUT: Expected = Refused(&[Code::Layout]);
     vec![
         pair(
@@ -144,6 +145,20 @@ pub fn plain_pairs() -> Vec<Pair> {
             element(Element::Fp8E5m2),
             ELEMENT,
             ELEMENT,
+        ),
+        pair(
+            "4: unresolved, to bf16",
+            element(Element::Auto),
+            element(Element::Bf16),
+            UNRESOLVED,
+            UNRESOLVED,
+        ),
+        pair(
+            "4: bf16 to unresolved",
+            element(Element::Bf16),
+            element(Element::Auto),
+            UNRESOLVED,
+            UNRESOLVED,
         ),
         pair(
             "5: bfloat16 and bf16",

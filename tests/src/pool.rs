@@ -364,10 +364,11 @@ fn is_wanted(rows: &RankRows, row: &Row, entry: u64, group: usize, range: TokenR
         None => range.from,
     };
     let first = rows.token(row, entry);
+    let some = range.from < range.to;
     match component.unit {
         Unit::Slot => true,
         Unit::Token => from <= first && first < range.to,
-        Unit::Page => first < range.to && from <= last_token(rows, row, entry, group),
+        Unit::Page => some && first < range.to && from <= last_token(rows, row, entry, group),
     }
 }
 
