@@ -112,7 +112,10 @@ fn all_ended(ends: &[End], code: Code, what: &str) {
         let cause = cause(end);
         // Another rank's failure names the cause.
         let of_sibling = cause.code == Code::SiblingFailed && cause.message.contains(code.name());
-        assert!(cause.code == code || of_sibling, "{what}: {code} expected: {cause}");
+        assert!(
+            cause.code == code || of_sibling,
+            "{what}: {code} expected: {cause}"
+        );
     }
 }
 
@@ -153,14 +156,7 @@ fn of_tokens(tokens: u64) -> Ready {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_ready_moves_before_the_rest_is() {
-    let setting = Setting::with(
-        Options::default(),
-        &long(1),
-        &long(1),
-        Kind::Memfd,
-        Kind::Memfd,
-    )
-    .await;
+    let setting = Setting::with(Options::default(), &long(1), &long(1), Kind::Memfd, Kind::Memfd).await;
     let by_layers = Ready {
         front_tokens: 3_000,
         front_layers: 2,
