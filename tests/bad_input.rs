@@ -413,7 +413,7 @@ async fn ranks_that_disagree_are_all_refused() {
     let envelope = launch(2, 16).envelope(&llama_8b()).unwrap();
     let fits = named(&envelope, "pair", Role::Both);
     let mut differs = fits.clone();
-    differs.page_groups[0].pool_pages += 1;
+    differs.identity.framework_version = "another".to_owned();
     for second in [&a, &b] {
         let first = attach_rank(&fits, 0, &a, a.address()).await.unwrap();
         let mut notices = first.notices();
@@ -424,7 +424,7 @@ async fn ranks_that_disagree_are_all_refused() {
         check(
             &fault,
             Code::RanksDisagree,
-            &["pool_pages"],
+            &["framework_version"],
             "the second to attach",
         );
         let detached = async {
@@ -438,7 +438,7 @@ async fn ranks_that_disagree_are_all_refused() {
         check(
             &cause,
             Code::RanksDisagree,
-            &["pool_pages"],
+            &["framework_version"],
             "the first to attach",
         );
         drop(first);
@@ -774,12 +774,12 @@ async fn pages_that_the_prefill_side_does_not_have_fail_both() {
             .await;
         let ends = fetched.ended(PATIENCE).await;
         let cause = &ends[0].as_ref().unwrap_err().cause;
-        check(cause, Code::PageAbsent, &["window"], name);
+        check(cause, Code::PageAbsent, &["group 1", "entry 12"], name);
         let cause = within(PATIENCE, name, publication.ended())
             .await
             .unwrap_err()
             .cause;
-        check(&cause, Code::PageAbsent, &["window"], name);
+        check(&cause, Code::PageAbsent, &["group 1", "entry 12"], name);
         decode.settle_fetch(&fetched, &ends, name);
         prefill.give_back(&pages);
         // What is absent on both sides is not missed.
@@ -919,7 +919,7 @@ async fn bounds_are_named_and_a_retry_helps() {
     }
     let many: Vec<u32> = (0..65).collect();
     let fault = refused(publish("many", &many, Ready::complete(65 * 16)).await, "65 pages");
-    check(&fault, Code::OverLimit, &["65", "64"], "65 pages");
+    check(&fault, Code::OverLimit, &["page lists", "64"], "65 pages");
 
     // Two ranks are attached; a third is taken, a fourth not.
     let third = attach_rank(&small(), 0, &bystanders.node, bystanders.node.address())

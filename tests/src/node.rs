@@ -4,7 +4,7 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::sync::atomic::{AtomicU16, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvferry_client::{Client, Status};
 use kvferry_handshake::Policy;
@@ -266,29 +266,56 @@ impl Node {
         within(PATIENCE, "status", client.status()).await.unwrap()
     }
 
-    /// What it holds now.
+    /// What it holds, once it holds the same for a while: what ended before is closed by then.
     pub async fn footprint(&self) -> Footprint {
-        let counts = self.status().await.counts;
-        Footprint {
-            counts,
-            fds: self.process.fds(),
-            memfd_maps: self.process.memfd_maps(),
-            threads: self.process.threads(),
+        let mut last = self.look().await;
+        let mut alike = 0;
+        let end = Instant::now() + PATIENCE;
+        while alike < 5 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            let now = self.look().await;
+            alike = if now == last { alike + 1 } else { 0 };
+            last = now;
+            assert!(
+                Instant::now() < end,
+                "{} does not come to rest: {last:?}",
+                self.name
+            );
         }
+        last
     }
 
-    /// Waits until it holds what it held before.
+    /// Waits until it holds no more than before.
     pub async fn settles_to(&self, before: &Footprint) {
         let what = format!("node {} holds {before:?} again", self.name);
         let probe = || async {
-            let now = self.footprint().await;
-            if now == *before {
+            let now = self.look().await;
+            // The runtime keeps threads that blocked for some seconds longer, so there may be fewer than before.
+            let fewer = Footprint {
+                threads: before.threads,
+                ..now.clone()
+            };
+            if fewer == *before && now.threads <= before.threads {
                 Ok(())
             } else {
                 Err(format!("{now:?}"))
             }
         };
         until(PATIENCE, what, probe).await;
+    }
+
+    /// What it holds now, the connection that asks included.
+    async fn look(&self) -> Footprint {
+        let client = self.client().await;
+        let status = within(PATIENCE, "status", client.status()).await.unwrap();
+        let footprint = Footprint {
+            counts: status.counts,
+            fds: self.process.fds(),
+            memfd_maps: self.process.memfd_maps(),
+            threads: self.process.threads(),
+        };
+        drop(client);
+        footprint
     }
 
     /// The metrics, as Prometheus reads them.

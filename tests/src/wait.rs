@@ -31,12 +31,13 @@ where
 {
     let end = Instant::now() + bound;
     let mut pause = Duration::from_millis(5);
+    let mut found = "nothing".to_owned();
     loop {
-        let found = match tokio::time::timeout_at(end.into(), probe()).await {
+        match tokio::time::timeout_at(end.into(), probe()).await {
             Ok(Ok(value)) => return value,
-            Ok(Err(found)) => found.to_string(),
-            Err(_) => "a try that did not end".to_owned(),
-        };
+            Ok(Err(other)) => found = other.to_string(),
+            Err(_) => found.push_str(", then a try that did not end"),
+        }
         assert!(
             Instant::now() < end,
             "waited {bound:?} in vain: {what}; found {found}"
