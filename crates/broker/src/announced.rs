@@ -19,6 +19,9 @@ use crate::publishes::PublishKey;
 use crate::ranks::RankLife;
 use crate::timers::Timer;
 
+/// How long a send job whose fetch was delivered waits for its last acknowledgements.
+const ACKNOWLEDGED_WITHIN: Micros = 1_000_000;
+
 /// One decode rank's fetch at one prefill rank here.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PartKey {
@@ -466,7 +469,13 @@ impl Broker {
             return;
         };
         match part.stage {
-            Stage::Ended => return,
+            Stage::Ended => {
+                // Its last acknowledgements did not come.
+                if let Some(job) = part.job {
+                    self.close_job(job);
+                }
+                return;
+            }
             Stage::Waiting if part.heard + deadline <= now => {
                 let cause = Fault::new(
                     Code::Deadline,
@@ -618,6 +627,11 @@ impl Broker {
         }
         self.timers.cancel(&Timer::Part(key.clone()));
         match job {
+            // All has landed, and the acknowledgements are on their way: the report shall count them.
+            Some(job) if cause.is_none() && !self.is_own(&key.peer) && self.job_takes_orders(job) => {
+                self.timers
+                    .set(Timer::Part(key.clone()), self.now + ACKNOWLEDGED_WITHIN);
+            }
             Some(job) => self.close_job(job),
             None => self.remove_part(key),
         }
