@@ -111,7 +111,9 @@ impl Broker {
                 Timer::Seats(name) => self.seats_due(&name),
                 Timer::Link(key) => self.link_due(&key),
                 Timer::Fetch(number) => self.fetch_due(number),
+                Timer::FetchNews(number) => self.tell_fetch_progress(number),
                 Timer::Publish(key) => self.publish_due(&key),
+                Timer::PublishNews(key) => self.tell_publish_progress(&key),
                 Timer::Part(key) => self.part_due(&key),
                 Timer::Memories => self.forget(),
             }

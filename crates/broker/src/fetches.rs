@@ -362,7 +362,20 @@ impl Broker {
         };
         part.bytes = bytes;
         fetch.progress = now;
-        if matches!(fetch.stage, Stage::Ending(_)) || now < fetch.told + PROGRESS_EVERY {
+        let due = fetch.told + PROGRESS_EVERY;
+        if now < due {
+            // Held back, not dropped: nothing more may come for long.
+            return self.timers.hasten(Timer::FetchNews(number), due);
+        }
+        self.tell_fetch_progress(number);
+    }
+
+    pub(crate) fn tell_fetch_progress(&mut self, number: u64) {
+        let now = self.now;
+        let Some(fetch) = self.fetches.get_mut(number) else {
+            return;
+        };
+        if matches!(fetch.stage, Stage::Ending(_)) {
             return;
         }
         fetch.told = now;

@@ -11,6 +11,7 @@ use crate::faults::{for_sibling, with};
 use crate::io::{DataCommand, JobId, Micros};
 use crate::peer::EngineId;
 use crate::publishes::{Publish, PublishKey};
+use crate::timers::Timer;
 use crate::wanted::{check_length, check_state};
 
 #[derive(Debug)]
@@ -304,9 +305,19 @@ impl Broker {
         if let Some(serving) = publish.servings.get_mut(&decode) {
             serving.progress = now;
         }
-        if now < publish.told + crate::reports::PROGRESS_EVERY {
-            return;
+        let due = publish.told + crate::reports::PROGRESS_EVERY;
+        if now < due {
+            // Held back, not dropped: nothing more may come for long.
+            return self.timers.hasten(Timer::PublishNews(publish_key), due);
         }
+        self.tell_publish_progress(&publish_key);
+    }
+
+    pub(crate) fn tell_publish_progress(&mut self, key: &PublishKey) {
+        let now = self.now;
+        let Some(publish) = self.publishes.get_mut(key) else {
+            return;
+        };
         publish.told = now;
         let mut event = (publish.tallies.bytes(), publish.tallies.bytes());
         for part in publish.parts.iter().filter_map(|key| self.announced.get(key)) {
@@ -315,11 +326,11 @@ impl Broker {
                 event = (event.0 + part.bytes, event.1 + part.total);
             }
         }
-        if let Some(session) = self.ranks.session(publish_key.0) {
+        if let Some(session) = self.ranks.session(key.0) {
             self.event(
                 session,
                 Event::Progress {
-                    transfer: publish_key.1,
+                    transfer: key.1.clone(),
                     bytes: event.0,
                     total: event.1,
                 },

@@ -19,8 +19,12 @@ pub(crate) enum Timer {
     Link(LinkKey),
     /// A fetch by its number.
     Fetch(u64),
+    /// A fetch's progress that was held back.
+    FetchNews(u64),
     /// A publish.
     Publish(PublishKey),
+    /// A publish's progress that was held back.
+    PublishNews(PublishKey),
     /// A fetch that was announced to a rank here.
     Part(PartKey),
     /// Memories with a time limit.
