@@ -12,7 +12,7 @@ use kvferry_tests::certificates::Authority;
 use kvferry_tests::engine::{Carry, Engine, fetch_request, named, tokens};
 use kvferry_tests::geometry::{launch, llama_8b};
 use kvferry_tests::memory::Kind;
-use kvferry_tests::node::{Cluster, Options, free_port, get};
+use kvferry_tests::node::{Cluster, Options, free_port, get, get_status};
 use kvferry_tests::pattern::Stamp;
 use kvferry_tests::process::{Ran, run};
 use kvferry_tests::programs::kvferryd;
@@ -431,7 +431,7 @@ async fn sigterm_lets_open_transfers_finish_and_refuses_new_ones() {
         metadata: None,
         serves: 1,
     };
-    let publication = prefill.ranks[0].publish(request.clone()).await.unwrap();
+    let publication = prefill.ranks[0].publish(request).await.unwrap();
     let fetched = decode
         .fetch(&prefill.address(), &stamp, tokens(0, 200), 200, false)
         .await;
@@ -439,18 +439,23 @@ async fn sigterm_lets_open_transfers_finish_and_refuses_new_ones() {
     within(PATIENCE, "the match", publication.moved_on(&unmet)).await;
 
     node.process().signal(rustix::process::Signal::TERM);
-    let refused = PublishRequest {
-        transfer: "new".into(),
-        ..request
-    };
+    let lists = decode.draw(20, false);
     let probe = || async {
-        let mut lists = prefill.ranks[0].rank.publish(refused.clone()).await;
-        match &mut lists {
+        let request = fetch_request(
+            &prefill.address(),
+            &Stamp::of("new"),
+            &lists[0],
+            tokens(0, 20),
+            20,
+        );
+        match decode.ranks[0].rank.fetch(request).await {
             Err(ClientError::Refused(fault)) if fault.code == Code::Shutdown => Ok(()),
             other => Err(format!("{other:?}")),
         }
     };
-    until(PATIENCE, "a new publish is refused", probe).await;
+    until(PATIENCE, "a new fetch is refused", probe).await;
+    let health = get_status(node.ports().metrics, "/healthz");
+    assert_eq!(health, 503, "a daemon that drains calls itself healthy");
 
     // The rest of the open one is computed now.
     prefill.ranks[0]

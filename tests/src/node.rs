@@ -1,6 +1,7 @@
 //! Nodes: `kvferryd` processes on loopback.
 
-use std::net::TcpListener;
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -350,8 +351,18 @@ impl Node {
 
 /// The body of a page of the metrics port.
 pub fn get(port: u16, path: &str) -> String {
-    use std::io::{Read as _, Write as _};
-    let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let (status, body) = answer(port, path);
+    assert_eq!(status, 200, "{path}: {body}");
+    body
+}
+
+/// The status code of a page of the metrics port.
+pub fn get_status(port: u16, path: &str) -> u16 {
+    answer(port, path).0
+}
+
+fn answer(port: u16, path: &str) -> (u16, String) {
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     write!(
         stream,
@@ -360,9 +371,11 @@ pub fn get(port: u16, path: &str) -> String {
     .unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
-    let (head, body) = answer
-        .split_once("\r\n\r\n")
-        .unwrap_or_else(|| panic!("no HTTP answer: {answer:?}"));
-    assert!(head.starts_with("HTTP/1.1 200"), "{path}: {head}");
-    body.to_owned()
+    let status = answer
+        .strip_prefix("HTTP/1.1 ")
+        .and_then(|rest| rest.get(..3)?.parse().ok());
+    match (status, answer.split_once("\r\n\r\n")) {
+        (Some(status), Some((_, body))) => (status, body.to_owned()),
+        _ => panic!("no HTTP answer: {answer:?}"),
+    }
 }
