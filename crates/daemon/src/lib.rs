@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod config;
+mod crowd;
 mod daemon;
 mod drain;
 mod driver;

@@ -9,48 +9,43 @@ use hyper::body::{Bytes, Incoming};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::net::TcpListener;
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{mpsc, oneshot};
 
+use crate::crowd::Crowd;
 use crate::driver::Question;
 use crate::metrics::Metrics;
 
-/// Connections at a time; further ones wait.
+/// Connections at a time; past it the oldest gives way.
 const MOST_CONNECTIONS: usize = 32;
 /// How long a connection may take in all.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Serves until it is dropped.
 pub(crate) async fn serve(listener: TcpListener, metrics: Arc<Metrics>, driver: mpsc::Sender<Question>) {
-    let slots = Arc::new(Semaphore::new(MOST_CONNECTIONS));
+    let mut scrapers = Crowd::new(MOST_CONNECTIONS);
     loop {
-        let Ok(slot) = Arc::clone(&slots).acquire_owned().await else {
-            return;
-        };
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
+        match listener.accept().await {
+            Ok((stream, _)) => scrapers.admit(attend(stream, Arc::clone(&metrics), driver.clone())),
             Err(error) => {
                 tracing::warn!(%error, "accepting a scrape failed");
                 tokio::time::sleep(Duration::from_millis(100)).await;
-                continue;
             }
-        };
-        let (metrics, driver) = (Arc::clone(&metrics), driver.clone());
-        tokio::spawn(async move {
-            let service = service_fn(|request| {
-                let (metrics, driver) = (Arc::clone(&metrics), driver.clone());
-                async move { Ok::<_, Infallible>(answer(&request, &metrics, &driver).await) }
-            });
-            let mut http = hyper::server::conn::http1::Builder::new();
-            http.timer(TokioTimer::new())
-                .header_read_timeout(PATIENCE)
-                .keep_alive(false);
-            // Whatever a scraper does wrong is its own trouble.
-            let _ =
-                tokio::time::timeout(PATIENCE, http.serve_connection(TokioIo::new(stream), service)).await;
-            drop(slot);
-        });
+        }
     }
+}
+
+async fn attend(stream: TcpStream, metrics: Arc<Metrics>, driver: mpsc::Sender<Question>) {
+    let service = service_fn(|request| {
+        let (metrics, driver) = (Arc::clone(&metrics), driver.clone());
+        async move { Ok::<_, Infallible>(answer(&request, &metrics, &driver).await) }
+    });
+    let mut http = hyper::server::conn::http1::Builder::new();
+    http.timer(TokioTimer::new())
+        .header_read_timeout(PATIENCE)
+        .keep_alive(false);
+    // Whatever a scraper does wrong is its own trouble.
+    let _ = tokio::time::timeout(PATIENCE, http.serve_connection(TokioIo::new(stream), service)).await;
 }
 
 async fn answer(

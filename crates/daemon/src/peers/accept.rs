@@ -1,6 +1,5 @@
 //! Takes channels that peers open.
 
-use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +10,6 @@ use kvferry_handshake::Code;
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
-use tokio::task::AbortHandle;
 
 use super::channel::{self, Stream};
 use super::dial::GREETING_PATIENCE;
@@ -19,24 +17,17 @@ use super::tls::check_name;
 use super::wire::{Hello, HelloAnswer, Introduction, MAGIC, MAX_GREETING, VERSIONS, encode, read};
 use super::{Arrival, Decision, PeerEvent, Shared};
 use crate::config::Advertised;
+use crate::crowd::Crowd;
 
 /// Connections that have not greeted; past it the oldest gives way.
 const MOST_UNPROVEN: usize = 256;
 
 /// Accepts until it is dropped.
 pub(crate) async fn accept(listener: TcpListener, shared: Shared) {
-    let mut unproven: VecDeque<AbortHandle> = VecDeque::new();
+    let mut unproven = Crowd::new(MOST_UNPROVEN);
     loop {
         match listener.accept().await {
-            Ok((stream, from)) => {
-                unproven.retain(|task| !task.is_finished());
-                while unproven.len() >= MOST_UNPROVEN {
-                    if let Some(oldest) = unproven.pop_front() {
-                        oldest.abort();
-                    }
-                }
-                unproven.push_back(tokio::spawn(receive(stream, from, Arc::clone(&shared))).abort_handle());
-            }
+            Ok((stream, from)) => unproven.admit(receive(stream, from, Arc::clone(&shared))),
             Err(error) => {
                 tracing::warn!(%error, "accepting a peer failed");
                 tokio::time::sleep(Duration::from_millis(100)).await;

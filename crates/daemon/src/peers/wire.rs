@@ -108,3 +108,109 @@ fn ended<T>(error: io::Error, missing: usize) -> io::Result<Result<Option<T>, Fr
         _ => Err(error),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use kvferry_dataplane::Token;
+    use kvferry_handshake::Code;
+
+    use super::*;
+
+    /// What each message is on the wire in version 1. These lines are never changed once released: a
+    /// release speaks its predecessor's version, and this is what proves it.
+    fn golden<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(message: &T, hex: &str) {
+        let hex = hex.replace(' ', "");
+        let bytes: Vec<u8> = (0..hex.len())
+            .step_by(2)
+            .map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap())
+            .collect();
+        let written = encode(message).unwrap();
+        let shown: String = written[FRAME_HEADER..]
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        assert_eq!(shown, hex, "{message:?} is written differently");
+        assert_eq!(
+            &decode::<T>(&bytes).unwrap(),
+            message,
+            "{message:?} is read differently"
+        );
+    }
+
+    fn introduction(data_host: Option<IpAddr>) -> Introduction {
+        Introduction {
+            address: "n:1".into(),
+            incarnation: 5,
+            data_host,
+            release: "0".into(),
+        }
+    }
+
+    #[test]
+    fn golden_greetings() {
+        let hello = Hello {
+            magic: MAGIC,
+            versions: VERSIONS,
+            introduction: introduction(None),
+        };
+        let introduced = "0300000000000000 6e3a31 0500000000000000";
+        golden(
+            &hello,
+            &format!("6b7666657272790a 01000000 01000000 {introduced} 00 0100000000000000 30"),
+        );
+        let welcome = HelloAnswer::Welcome {
+            version: 1,
+            introduction: introduction(Some([10, 0, 0, 1].into())),
+        };
+        let host = "01 00000000 0a000001";
+        golden(
+            &welcome,
+            &format!("00000000 01000000 {introduced} {host} 0100000000000000 30"),
+        );
+        golden(&HelloAnswer::Duplicate, "01000000");
+        let refused = HelloAnswer::Refused(Fault::new(Code::PeerTls, "no"));
+        golden(
+            &refused,
+            "02000000 0800000000000000 706565725f746c73 0200000000000000 6e6f 0000000000000000",
+        );
+    }
+
+    #[test]
+    fn golden_frames() {
+        golden(&PeerFrame::Alive, "02000000");
+        let want = LaneMessage::Want { lane: 1, ask: 2 };
+        golden(&PeerFrame::Lane(want), "01000000 00000000 0100 0200000000000000");
+        let grant = LaneMessage::Grant {
+            lane: 1,
+            ask: 2,
+            epoch: 3,
+            token: Token([7; 32]),
+            port: 4,
+        };
+        let token = "07".repeat(32);
+        let numbers = "0100 0200000000000000 0300000000000000";
+        golden(
+            &PeerFrame::Lane(grant),
+            &format!("01000000 01000000 {numbers} {token} 0400"),
+        );
+        let lost = LaneMessage::Lost { lane: 1, epoch: 3 };
+        golden(&PeerFrame::Lane(lost), "01000000 02000000 0100 0300000000000000");
+        let gone = LaneMessage::Gone { lane: 1, epoch: 3 };
+        golden(&PeerFrame::Lane(gone), "01000000 03000000 0100 0300000000000000");
+    }
+
+    #[tokio::test]
+    async fn a_length_beyond_the_limit_or_the_stream_is_named() {
+        let mut long = [11u8, 0, 0, 0].as_slice();
+        let error = read::<PeerFrame>(&mut long, 10).await.unwrap().unwrap_err();
+        assert_eq!(error, FrameError::TooLong { len: 11, limit: 10 });
+        let mut cut = [10u8, 0, 0, 0, 1].as_slice();
+        let error = read::<PeerFrame>(&mut cut, 10).await.unwrap().unwrap_err();
+        assert_eq!(error, FrameError::Truncated { missing: 9 });
+        let mut cut = [10u8, 0].as_slice();
+        let error = read::<PeerFrame>(&mut cut, 10).await.unwrap().unwrap_err();
+        assert_eq!(error, FrameError::Truncated { missing: 3 });
+        let mut end = [0u8; 0].as_slice();
+        assert_eq!(read::<PeerFrame>(&mut end, 10).await.unwrap(), Ok(None));
+    }
+}

@@ -210,7 +210,19 @@ pub(crate) fn envelope(engine: &str) -> Envelope {
     }
 }
 
-/// An attached engine and its memory.
+/// The same engine with its layers split over two ranks.
+pub(crate) fn split(engine: &str) -> Envelope {
+    let mut envelope = envelope(engine);
+    let mut second = envelope.ranks[0].clone();
+    second.rank = 1;
+    second.placements[0].layers = vec![2];
+    second.placements[0].offset = PAGE * u64::from(POOL) * 4;
+    envelope.ranks[0].placements[0].layers = vec![0, 1];
+    envelope.ranks.push(second);
+    envelope
+}
+
+/// An attached engine's rank and its memory.
 pub(crate) struct Engine {
     pub(crate) rank: Rank,
     pub(crate) memory: SealedMemory,
@@ -222,8 +234,19 @@ impl Engine {
     }
 
     pub(crate) async fn attach_as(socket: &Path, envelope: Envelope) -> Engine {
+        Engine::attach_rank(socket, envelope, 0, None).await
+    }
+
+    pub(crate) async fn attach_rank(
+        socket: &Path,
+        envelope: Envelope,
+        rank: u32,
+        home: Option<String>,
+    ) -> Engine {
         let client = soon("connecting", Client::connect(socket)).await.unwrap();
-        let rank = soon("attaching", client.attach(envelope, 0, None)).await.unwrap();
+        let rank = soon("attaching", client.attach(envelope, rank, home))
+            .await
+            .unwrap();
         let memory = SealedMemory::create("pool", MEMORY).unwrap();
         soon("registering", rank.register(0, memory.region().unwrap()))
             .await

@@ -3,7 +3,7 @@
 use kvferry_client::{Notice, Path, Progress, TransferId};
 use kvferry_handshake::{Code, Ready};
 
-use crate::rig::{Authority, Engine, Node, PAGE_SIZE, POOL, envelope, soon};
+use crate::rig::{Authority, Engine, Node, PAGE_SIZE, POOL, envelope, soon, split};
 
 /// Prefill and decode engines on these nodes; one transfer of `tokens`.
 async fn carry(prefill_node: &Node, decode_node: &Node, path: Path) {
@@ -100,6 +100,41 @@ async fn between_nodes_with_tls_and_encrypted_lanes() {
         let (a, b) = (start(a).await, start(b).await);
         carry(&a, &b, Path::Tcp).await;
     }
+}
+
+#[tokio::test]
+async fn from_an_engine_whose_ranks_have_two_daemons() {
+    let (home, other, third) = (
+        Node::start(|_| {}).await,
+        Node::start(|_| {}).await,
+        Node::start(|_| {}).await,
+    );
+    let at_home = Some(home.daemon.addresses().advertised.clone());
+    // The second rank knocks before the first: its home takes it in all the same.
+    let second = Engine::attach_rank(other.socket(), split("prefill"), 1, at_home).await;
+    let first = Engine::attach_rank(home.socket(), split("prefill"), 0, None).await;
+    let decode = Engine::attach(third.socket(), "decode").await;
+    decode.poison();
+    for rank in [&first, &second] {
+        // Each fills all layers, but only its own are taken.
+        rank.fill(&[7, 8, 9], 10, 3);
+        rank.rank
+            .publish(rank.publish_of("t", &[7, 8, 9], 10))
+            .await
+            .unwrap();
+    }
+    let fetching = decode
+        .rank
+        .fetch(decode.fetch_of(&home.source("prefill"), "t", &[1, 2, 3], 10))
+        .await
+        .unwrap();
+    let delivered = soon("delivery", fetching.ended()).await.unwrap();
+    decode.verify(&[1, 2, 3], 0, 10, 3);
+    assert_eq!(delivered.report.peers.len(), 2);
+    // Each came from the daemon that has the rank.
+    let sent = |status: kvferry_client::Status| status.peers.iter().map(|peer| peer.sent_bytes).sum::<u64>();
+    let (home, other) = (sent(home.status().await), sent(other.status().await));
+    assert_eq!((home, other), (10 * 2 * 2 * 2 * 512 * 2, 10 * 2 * 2 * 512 * 2));
 }
 
 #[tokio::test]
