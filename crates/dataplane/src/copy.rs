@@ -52,6 +52,12 @@ impl Copies {
             .leave(job);
     }
 
+    /// Jobs in the line.
+    pub(crate) fn waiting(&self) -> usize {
+        let state = self.state.lock().unwrap_or_else(|e| e.into_inner());
+        state.line.jobs().count()
+    }
+
     /// Ends all workers.
     pub(crate) fn end(&self) {
         self.state.lock().unwrap_or_else(|e| e.into_inner()).ending = true;

@@ -272,7 +272,9 @@ impl DataPlane {
         let core = &self.core;
         let (regions, mapped) = core.regions.count();
         let mut lanes = [0; 4];
+        let mut waiting = core.jobs.copies.waiting();
         for peer in core.peers() {
+            waiting += peer.outbox.jobs().len();
             for (sum, count) in lanes.iter_mut().zip(peer.lanes().count()) {
                 *sum += count;
             }
@@ -286,6 +288,7 @@ impl DataPlane {
             ("lanes_in", number(lanes[1])),
             ("lane_grants", number(lanes[2])),
             ("chunks_in_doubt", number(lanes[3])),
+            ("waiting_jobs", number(waiting)),
             (
                 "unproven_connections",
                 core.unproven.load(std::sync::atomic::Ordering::Relaxed),

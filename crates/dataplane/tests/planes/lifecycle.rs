@@ -29,6 +29,7 @@ fn ten_thousand_jobs_leave_the_counters_where_they_were() {
             "jobs",
             "chunks_in_doubt",
             "unproven_connections",
+            "waiting_jobs",
         ];
         kept.map(|name| pair::count(&counts, name))
     };
@@ -54,6 +55,25 @@ fn ten_thousand_jobs_leave_the_counters_where_they_were() {
     }
     assert_eq!(before, (jobs(pair.a.plane.counts()), jobs(pair.b.plane.counts())));
     flow.carry(&pair);
+}
+
+#[test]
+fn jobs_that_wait_for_a_peer_that_is_down_leave_when_they_are_closed() {
+    let pair = Pair::new(config());
+    let flow = Flow::new(&pair.a, &pair.b, TINY, 1);
+    pair.a.plane.peer_down("b");
+    let jobs: Vec<_> = (0..100)
+        .map(|_| flow.send(&pair.a, "b", pair::next_job()))
+        .collect();
+    for job in &jobs {
+        flow.ready(&pair.a, *job);
+    }
+    assert_eq!(pair::count(&pair.a.plane.counts(), "waiting_jobs"), 100);
+    for job in &jobs {
+        pair.a.plane.close(*job);
+        pair.a.log.closed(*job);
+    }
+    assert_eq!(pair::count(&pair.a.plane.counts(), "waiting_jobs"), 0);
 }
 
 #[test]
