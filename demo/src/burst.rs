@@ -62,7 +62,9 @@ pub(crate) fn carry(fleet: &mut Fleet, burst: &Burst, source: &str, label: &str)
     }
     let all = |side, fleet: &Fleet| requests.len() * fleet.count(side);
     fleet.collect("filled", all(Side::Prefill, fleet), |_, _, event| {
-        bar.inc(number(event, "bytes"))
+        if event["event"] == "filled" {
+            bar.inc(number(event, "bytes"));
+        }
     })?;
 
     bar.set_position(0);
@@ -73,7 +75,9 @@ pub(crate) fn carry(fleet: &mut Fleet, burst: &Burst, source: &str, label: &str)
     }
     let decoders = fleet.count(Side::Decode) as u64;
     fleet.collect("fetching", all(Side::Decode, fleet), |_, _, event| {
-        bar.inc(number(event, "to") * BYTES_PER_TOKEN / decoders);
+        if event["event"] == "fetching" {
+            bar.inc(number(event, "to") * BYTES_PER_TOKEN / decoders);
+        }
     })?;
 
     bar.set_position(0);
@@ -119,6 +123,9 @@ pub(crate) fn carry(fleet: &mut Fleet, burst: &Burst, source: &str, label: &str)
     bar.set_message("decode: verifying every byte");
     fleet.order(Side::Decode, &json!({"do": "verify"}))?;
     fleet.collect("verified", all(Side::Decode, fleet), |_, _, event| {
+        if event["event"] != "verified" {
+            return;
+        }
         let id = event["transfer"].as_str().unwrap_or_default().to_owned();
         let carried = ledger.entry(id).or_default();
         carried.verified += number(event, "bytes");

@@ -205,7 +205,7 @@ impl Scene<'_> {
     /// Has the odd engine fetch, and shows what it is told.
     fn refusal(&self, node: &Node, envelope: &Path) -> anyhow::Result<()> {
         let source = format!("kvferry://{}/{PREFILL}", node.address);
-        let mut ranks = Vec::new();
+        // One after the other: the first asks, the second meets a refusal that is remembered.
         for rank in 0..DECODE_TP {
             let mut command = Command::new(&self.programs.kvferry);
             command
@@ -224,13 +224,7 @@ impl Scene<'_> {
                 &source,
             ]);
             command.args(["--transfer", "odd-1", "--tokens", "0..964"]);
-            command
-                .stdout(std::process::Stdio::piped())
-                .stderr(std::process::Stdio::piped());
-            ranks.push(command.spawn().context("starting kvferry engine")?);
-        }
-        for (rank, child) in ranks.into_iter().enumerate() {
-            let output = child.wait_with_output()?;
+            let output = command.output().context("starting kvferry engine")?;
             let code = output.status.code();
             anyhow::ensure!(
                 code == Some(3),
