@@ -99,9 +99,18 @@ impl Storm {
                 envelope.identity.model = "another".to_owned();
             }
             let engine = cluster.engine(envelope, &on);
+            // Now and then an engine comes so late that fetches give it up.
+            let late = if cluster.rng.random_range(0..30) == 0 {
+                HORIZON / 2
+            } else {
+                0
+            };
             for rank in cluster.engines[engine].ranks.clone() {
-                let delay = cluster.rng.random_range(1..1_500_000);
+                let delay = late + cluster.rng.random_range(1..1_500_000);
                 cluster.act_later(delay, Action::Attach(rank));
+                if cluster.rng.random_range(0..20) == 0 {
+                    cluster.act_later(delay * 2, Action::Attach(rank));
+                }
             }
         }
         let mut storm = Storm {
@@ -290,7 +299,8 @@ impl Storm {
                     .any(|asked| matches!(asked, crate::engines::Asked::Attach));
                 if cluster.nodes[it.node].broker.is_none() {
                     cluster.act_later(500_000, Action::Attach(rank));
-                } else if !it.attached && !asked {
+                } else if !asked && (!it.attached || cluster.rng.random_bool(0.2)) {
+                    // Now and then it is attached already, and refused.
                     cluster.attach(rank);
                 }
             }
@@ -499,6 +509,7 @@ const NOT_BY_CHANCE: &[Code] = &[
     Code::EnvelopeInvalid,
     Code::Internal,
     Code::MetadataTooLong,
+    Code::NotAttached,
     Code::PageAbsent,
     Code::PagesInvalid,
     Code::ProtocolViolation,
