@@ -51,7 +51,8 @@ impl Broker {
         let limits = config.limits.clone();
         Broker {
             now: 0,
-            next_number: 0,
+            // What is left on the way for an earlier life of this daemon must not meet a number of this one.
+            next_number: (config.incarnation & 0x7fff_ffff) << 32,
             shutting_down: false,
             outputs: VecDeque::new(),
             timers: Timers::default(),

@@ -397,8 +397,9 @@ impl Broker {
             Stage::Ending(Goal::Fail(_)) => return,
             // Its daemons were told that it is withdrawn.
             Stage::Ending(Goal::Relink) => {
-                fetch.stage = Stage::Ending(Goal::Fail(cause));
-                return;
+                fetch.stage = Stage::Ending(Goal::Fail(cause.clone()));
+                let (life, transfer) = (fetch.rank, fetch.transfer.clone());
+                return self.fail_siblings(life, Side::Fetch, &transfer, &cause);
             }
             Stage::Linking | Stage::Moving => faults::with(&cause, &fetch.standing()),
         };
@@ -568,8 +569,7 @@ impl Broker {
         };
         match fetch.stage {
             Stage::Linking | Stage::Moving => {
-                let cause = faults::with(cause, &fetch.standing());
-                self.end_fetch(number, Goal::Fail(cause));
+                self.end_fetch(number, Goal::Fail(cause.clone()));
             }
             Stage::Ending(_) => self.fail_fetch(number, cause.clone()),
         }

@@ -314,7 +314,6 @@ impl Broker {
     /// Judges the pair here too, unless that was done. `Err(None)`: the envelope is needed first.
     fn learn_pair(&mut self, key: &LinkKey, answer: &LinkAnswer) -> Result<(), Option<Fault>> {
         let policy = self.config.policy.stricter(answer.policy);
-        let own = self.is_own(&key.home);
         let Some(link) = self.links.known.get_mut(key) else {
             return Ok(());
         };
@@ -322,14 +321,12 @@ impl Broker {
         if known.is_none_or(|pair| pair.judged.policy != policy) {
             let envelope = match (&answer.envelope, known) {
                 (Some(envelope), _) => {
-                    if !own {
-                        envelope.validate().map_err(|invalid| {
-                            Some(Fault::new(
-                                Code::ProtocolViolation,
-                                format!("{} sent an invalid envelope: {invalid}", key.home.0),
-                            ))
-                        })?;
-                    }
+                    envelope.validate().map_err(|invalid| {
+                        Some(Fault::new(
+                            Code::ProtocolViolation,
+                            format!("{} sent an invalid envelope: {invalid}", key.home.0),
+                        ))
+                    })?;
                     Arc::new((**envelope).clone())
                 }
                 (None, Some(pair)) => pair.envelope.clone(),

@@ -329,19 +329,19 @@ impl Broker {
         if self.publishes.get(&key).is_none() {
             return false;
         }
-        self.fail_publish(&key, &cause, true);
+        self.fail_publish(&key, cause, true);
         true
     }
 
     /// Another rank of the engine failed.
     pub(crate) fn publish_failed_elsewhere(&mut self, life: RankLife, transfer: &TransferId, cause: &Fault) {
-        self.fail_publish(&(life, transfer.clone()), cause, false);
+        self.end_publish(&(life, transfer.clone()), Some(cause.clone()), false);
     }
 
     pub(crate) fn end_publishes_of(&mut self, life: RankLife, cause: &Fault) {
         let keys: Vec<PublishKey> = self.publishes.keys_of(life).cloned().collect();
         for key in keys {
-            self.fail_publish(&key, &cause, true);
+            self.fail_publish(&key, cause, true);
         }
     }
 

@@ -107,12 +107,9 @@ impl Broker {
             Some(engine) if *engine.envelope == *envelope => {}
             Some(engine) => return Err(self.disagree(&name, rank, &envelope, engine.envelope.clone())),
             None => {
-                // Our own ranks' envelopes were validated when they attached.
-                if !self.is_own(peer) {
-                    envelope
-                        .validate()
-                        .map_err(|invalid| Fault::new(invalid.code(), invalid.to_string()))?;
-                }
+                envelope
+                    .validate()
+                    .map_err(|invalid| Fault::new(invalid.code(), invalid.to_string()))?;
             }
         }
         if !envelope.ranks.iter().any(|known| known.rank == rank) {

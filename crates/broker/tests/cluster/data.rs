@@ -23,7 +23,7 @@ pub(crate) struct Memory {
 /// What goes wrong.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Troubles {
-    /// Chunks of a hundred that get lost and are sent again.
+    /// Chunks, and acknowledgements, of a hundred that get lost; the chunk is sent again.
     pub(crate) lost: u32,
     /// Jobs of a hundred that fail.
     pub(crate) failing: u32,
@@ -107,6 +107,8 @@ pub(crate) struct DataPlane {
     pub(crate) troubles: Troubles,
     /// For the invariants: bytes that moved, as (job, region, range); of reads and writes.
     pub(crate) touched: Vec<Touch>,
+    /// Bytes that were written.
+    pub(crate) landed: u64,
 }
 
 /// Bytes that a job read or wrote.
@@ -307,7 +309,11 @@ impl DataPlane {
                         acts.push(Act::Report(DataEvent::Progress { job, bytes }));
                     }
                     let acknowledged = Later::Acknowledged { job: sender, chunk };
-                    acts.push(Act::At(from, Some(incarnation), self.delay(rng), acknowledged));
+                    let arrives = rng.random_range(0..100) >= self.troubles.lost;
+                    let delay = self.delay(rng);
+                    if arrives {
+                        acts.push(Act::At(from, Some(incarnation), delay, acknowledged));
+                    }
                     self.check_received(job, &mut acts);
                 }
             }
@@ -419,7 +425,9 @@ impl DataPlane {
                 *writer = job.0;
             }
         }
-        moves.iter().map(|(one, _)| one.len).sum()
+        let bytes = moves.iter().map(|(one, _)| one.len).sum();
+        self.landed += bytes;
+        bytes
     }
 
     fn sent(&mut self, job: JobId, chunk: u32, bytes: u64, moves: u64, acts: &mut Vec<Act>) {

@@ -224,7 +224,9 @@ impl Cluster {
                 let engine = &self.engines[self.ranks[rank].engine].envelope;
                 let regions = engine.region_bytes(self.ranks[rank].rank);
                 for (region, len) in regions {
-                    self.register(rank, region, len);
+                    if self.registers {
+                        self.register(rank, region, len);
+                    }
                 }
             }
             (Asked::Register(region, key), Ok(Answer::Registered { generation, .. })) => {
@@ -235,7 +237,9 @@ impl Cluster {
                 self.ranks[rank].regions.remove(region);
                 let engine = &self.engines[self.ranks[rank].engine].envelope;
                 let len = engine.region_bytes(self.ranks[rank].rank)[region];
-                self.register(rank, *region, len);
+                if self.registers {
+                    self.register(rank, *region, len);
+                }
             }
             (Asked::Transfer(tag), Ok(_)) => self.ledger.accepted(rank, session, tag, self.now),
             (Asked::Transfer(tag), Err(_)) if !self.ledger.is_open(rank, session, tag) => {
@@ -266,6 +270,9 @@ impl Cluster {
     }
 
     pub(crate) fn generations(&self, rank: usize) -> Vec<(u16, u64)> {
+        if let Some(claims) = &self.claims {
+            return claims.clone();
+        }
         let regions = self.ranks[rank].regions.iter();
         regions
             .map(|(number, (_, generation))| (*number, *generation))
@@ -417,7 +424,8 @@ impl Cluster {
             None => self.take_pages(rank, &tag, tokens.to)?,
         };
         let session = self.ranks[rank].session?;
-        self.ledger.wants(rank, session, transfer, from, tokens, &pages);
+        self.ledger
+            .wants(rank, session, transfer, from, (tokens, least), &pages);
         let call = Call::Fetch(Fetch {
             source: self.source(from),
             transfer: transfer.clone(),

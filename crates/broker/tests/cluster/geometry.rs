@@ -139,6 +139,15 @@ pub(crate) fn with_state(mut envelope: Envelope) -> Envelope {
     envelope
 }
 
+/// The same with all pages of a layer together, as most engines have it: layers move one by one.
+pub(crate) fn layers_apart(mut envelope: Envelope) -> Envelope {
+    for placement in envelope.ranks.iter_mut().flat_map(|rank| &mut rank.placements) {
+        placement.strides.page = placement.strides.layer;
+        placement.strides.layer = placement.strides.page * u64::from(POOL);
+    }
+    envelope
+}
+
 /// Bytes of a page of a rank in the regions for keys and values.
 pub(crate) fn page_bytes(tp: u32) -> u64 {
     u64::from(HEADS / tp) * ROW * u64::from(PAGE) * u64::from(LAYERS)

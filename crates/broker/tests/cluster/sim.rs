@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kvferry_broker::{Broker, Config, DataEvent, Input, Limits, Output, PeerAddress, PeerMessage, SessionId};
+use kvferry_broker::{
+    Body, Broker, Config, DataEvent, Input, Limits, Output, PeerAddress, PeerMessage, SessionId,
+};
 use kvferry_control::{Call, Fault};
 use kvferry_handshake::{Code, Policy};
 use rand::rngs::SmallRng;
@@ -41,7 +43,6 @@ pub(crate) struct Node {
     pub(crate) data: DataPlane,
     /// Peers that it has a channel with: (node, the peer's life).
     pub(crate) channels: BTreeMap<usize, u64>,
-    next_session: u64,
     /// Where it differs from the others'.
     config: Option<Config>,
 }
@@ -106,10 +107,15 @@ pub(crate) enum Action {
     Crash(usize),
     Restart(usize),
     Cut(usize, usize),
+    /// The rank comes back with another envelope than its engine's.
+    Disagree(usize),
+    /// The daemon is asked to end.
+    Shutdown(usize),
 }
 
+type Tamper = dyn FnMut(usize, &mut PeerMessage) -> bool + Send;
+
 /// The whole of it.
-#[derive(Debug)]
 pub(crate) struct Cluster {
     pub(crate) now: u64,
     pub(crate) rng: SmallRng,
@@ -121,6 +127,7 @@ pub(crate) struct Cluster {
     pub(crate) ranks: Vec<SimRank>,
     pub(crate) ledger: Ledger,
     next_life: u64,
+    next_session: u64,
     pub(crate) next_region: u64,
     pub(crate) next_call: u64,
     pub(crate) config: Config,
@@ -131,8 +138,12 @@ pub(crate) struct Cluster {
     pub(crate) unattached: Vec<usize>,
     /// What broker messages were sent, by kind.
     pub(crate) said: BTreeMap<String, u64>,
-    /// Drops messages that this names.
-    pub(crate) filter: Option<fn(&PeerMessage) -> bool>,
+    /// Changes messages on their way, from the node named; false loses them.
+    pub(crate) tamper: Option<Box<Tamper>>,
+    /// Whether an attached rank registers its regions by itself.
+    pub(crate) registers: bool,
+    /// Generations to claim instead of the true ones.
+    pub(crate) claims: Option<Vec<(u16, u64)>>,
 }
 
 impl Cluster {
@@ -164,6 +175,7 @@ impl Cluster {
             ranks: Vec::new(),
             ledger: Ledger::default(),
             next_life: 1000,
+            next_session: 1,
             next_region: 1,
             next_call: 1,
             config,
@@ -171,7 +183,9 @@ impl Cluster {
             due: Vec::new(),
             unattached: Vec::new(),
             said: BTreeMap::new(),
-            filter: None,
+            tamper: None,
+            registers: true,
+            claims: None,
         };
         for number in 0..nodes {
             cluster.nodes.push(Node {
@@ -180,7 +194,6 @@ impl Cluster {
                 broker: None,
                 data: DataPlane::default(),
                 channels: BTreeMap::new(),
-                next_session: 1,
                 config: None,
             });
             cluster.boot(number);
@@ -280,6 +293,19 @@ impl Cluster {
         }
     }
 
+    /// From now on no new job moves anything.
+    pub(crate) fn stall(&mut self) {
+        for node in &mut self.nodes {
+            node.data.troubles.stalled = 100;
+        }
+    }
+
+    pub(crate) fn unstall(&mut self) {
+        for node in &mut self.nodes {
+            node.data.troubles.stalled = 0;
+        }
+    }
+
     pub(crate) fn note(&self, what: String) {
         if self.trace {
             eprintln!("{:>10} {what}", self.now);
@@ -296,9 +322,10 @@ impl Cluster {
     }
 
     pub(crate) fn new_session(&mut self, node: usize) -> SessionId {
-        self.nodes[node].next_session += 1;
         // Sessions are never reused, not even by the next life of the daemon.
-        SessionId(self.nodes[node].next_session)
+        self.next_session += 1;
+        assert!(self.nodes[node].broker.is_some(), "nobody listens at node {node}");
+        SessionId(self.next_session)
     }
 
     /// Tells a node's broker something, and does what it wants.
@@ -352,11 +379,14 @@ impl Cluster {
 
     fn send(&mut self, from: usize, peer: &PeerAddress, message: PeerMessage) {
         let from_life = self.nodes[from].life;
-        let kind = format!("{:?}", message.body);
-        let kind = kind.split([' ', '(']).next().unwrap_or_default().to_owned();
-        *self.said.entry(kind).or_default() += 1;
-        if self.filter.is_some_and(|drop| drop(&message)) {
-            return;
+        *self.said.entry(kind(&message.body)).or_default() += 1;
+        let mut message = message;
+        if let Some(mut tamper) = self.tamper.take() {
+            let arrives = tamper(from, &mut message);
+            self.tamper = Some(tamper);
+            if !arrives {
+                return self.note("   lost".to_owned());
+            }
         }
         let bytes = message.to_bytes().expect("it has a wire form");
         let message = PeerMessage::from_bytes(&bytes).expect("what a broker says is within its bounds");
@@ -567,6 +597,18 @@ impl Cluster {
         let broker = self.nodes[node].broker.as_ref().expect("the node is up");
         broker.counts().into_iter().collect()
     }
+}
+
+/// The kind of a message, and of the state that it tells.
+pub(crate) fn kind(body: &Body) -> String {
+    let text = match body {
+        Body::PartState { state, .. } => format!("Part{state:?}"),
+        Body::FetchState { state, .. } => format!("Fetch{state:?}"),
+        Body::Join { .. } => "Join".to_owned(),
+        Body::LinkOpen { .. } => "LinkOpen".to_owned(),
+        other => format!("{other:?}"),
+    };
+    text.split([' ', '(']).next().unwrap_or_default().to_owned()
 }
 
 /// A line of a trace.
