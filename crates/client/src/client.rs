@@ -8,7 +8,8 @@ use kvferry_handshake::Envelope;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::backoff::Backoff;
-use crate::link::{Attachment, COMMANDS, Command, Link, NOTICES, Presence, Reply};
+use crate::calls::{Attachment, Command, Reply};
+use crate::link::{COMMANDS, Link, NOTICES, Presence};
 use crate::socket::Socket;
 use crate::{ClientError, Fault, Notice, Rank};
 

@@ -32,6 +32,7 @@
 #![forbid(unsafe_code)]
 
 mod backoff;
+mod calls;
 mod client;
 mod error;
 mod link;

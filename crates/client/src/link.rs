@@ -7,14 +7,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_control::{Answer, Call, Event, Memory, Request, Response, TransferId, Welcome};
-use kvferry_handshake::{Code, Envelope, encode};
+use kvferry_control::{Answer, Call, Event, Request, Response, TransferId, Welcome};
+use kvferry_handshake::{Code, encode};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::backoff::Backoff;
+use crate::calls::{Attachment, Command, Pending, Region};
 use crate::socket::{self, Socket};
 use crate::transfer::{Delivered, Failed, TransferState};
-use crate::{ClientError, Fault, Notice, RegionMemory, Registered};
+use crate::{ClientError, Fault, Notice, Registered};
 
 /// Calls that wait for the task, at most; further callers wait.
 pub(crate) const COMMANDS: usize = 256;
@@ -24,78 +25,6 @@ pub(crate) const NOTICES: usize = 1024;
 const RESUME_PATIENCE: Duration = Duration::from_secs(60);
 /// While so many bytes wait to be written, no further call is taken.
 const MAX_QUEUED: usize = 1 << 20;
-
-pub(crate) type Reply<T> = oneshot::Sender<Result<T, ClientError>>;
-
-/// What a handle asks of the task.
-#[derive(Debug)]
-pub(crate) enum Command {
-    Attach {
-        attachment: Attachment,
-        reply: Reply<()>,
-    },
-    Register {
-        region: u16,
-        memory: RegionMemory,
-        reply: Reply<Registered>,
-    },
-    Unregister {
-        region: u16,
-        reply: Reply<()>,
-    },
-    /// A publish or fetch; its generations are filled in.
-    Transfer {
-        call: Call,
-        transfer: TransferId,
-        reply: Reply<watch::Receiver<TransferState>>,
-    },
-    /// Any other call.
-    Call {
-        call: Call,
-        reply: Reply<Answer>,
-    },
-}
-
-/// What the rank attached with.
-#[derive(Clone, Debug)]
-pub(crate) struct Attachment {
-    pub(crate) envelope: Envelope,
-    pub(crate) rank: u32,
-    pub(crate) home: Option<String>,
-}
-
-/// A region that the daemon has, and will be given again after a restart.
-#[derive(Debug)]
-struct Region {
-    memory: Arc<RegionMemory>,
-    generation: u64,
-}
-
-/// A call that is not answered yet.
-#[derive(Debug)]
-enum Pending {
-    Attach {
-        attachment: Box<Attachment>,
-        reply: Reply<()>,
-    },
-    Register {
-        region: u16,
-        memory: Arc<RegionMemory>,
-        reply: Reply<Registered>,
-    },
-    Unregister {
-        region: u16,
-        reply: Reply<()>,
-    },
-    Transfer {
-        transfer: TransferId,
-        state: Arc<watch::Sender<TransferState>>,
-        reply: Reply<watch::Receiver<TransferState>>,
-    },
-    Call {
-        reply: Reply<Answer>,
-    },
-}
 
 /// Whether a daemon is there.
 #[derive(Clone, Debug)]
@@ -180,7 +109,7 @@ impl Link {
                     writer.clear();
                 },
                 command = self.commands.recv(), if queued < MAX_QUEUED => match command {
-                    Some(command) => self.command(socket, command),
+                    Some(command) => self.command(socket, command).await,
                     None => return Stop::Dropped,
                 },
             }
@@ -225,23 +154,30 @@ impl Link {
 
     async fn resume(&mut self) -> Result<(Socket, Welcome), ClientError> {
         let (mut socket, welcome) = Socket::open(&self.path).await?;
-        if let Some(attachment) = &self.attachment {
-            let call = attachment.call();
-            self.ask(&mut socket, call, None).await?;
-            let regions: Vec<u16> = self.regions.keys().copied().collect();
-            for number in regions {
-                let Some(region) = self.regions.get(&number) else {
-                    continue;
-                };
-                let (call, fd) = region.memory.call(number)?;
-                if let Answer::Registered { generation, .. } = self.ask(&mut socket, call, fd).await?
-                    && let Some(region) = self.regions.get_mut(&number)
-                {
-                    region.generation = generation;
-                }
+        self.restore(&mut socket).await?;
+        Ok((socket, welcome))
+    }
+
+    /// Attaches and registers as before.
+    async fn restore(&mut self, socket: &mut Socket) -> Result<(), ClientError> {
+        let Some(attachment) = &self.attachment else {
+            return Ok(());
+        };
+        let call = attachment.call();
+        self.ask(socket, call, None).await?;
+        let regions: Vec<u16> = self.regions.keys().copied().collect();
+        for number in regions {
+            let Some(region) = self.regions.get(&number) else {
+                continue;
+            };
+            let (call, fd) = region.memory.call(number)?;
+            if let Answer::Registered { generation, .. } = self.ask(socket, call, fd).await?
+                && let Some(region) = self.regions.get_mut(&number)
+            {
+                region.generation = generation;
             }
         }
-        Ok((socket, welcome))
+        Ok(())
     }
 
     /// One call, waited for; what else arrives is taken as usual.
@@ -314,7 +250,7 @@ impl Link {
         let away = || self.away(io::Error::new(cause.kind(), cause.to_string()));
         // Whoever asked may have gone; then nobody needs the answer.
         match command {
-            Command::Attach { reply, .. } => drop(reply.send(Err(away()))),
+            Command::Attach { reply, .. } | Command::Reattach { reply } => drop(reply.send(Err(away()))),
             Command::Register { reply, .. } => drop(reply.send(Err(away()))),
             Command::Transfer { reply, .. } => drop(reply.send(Err(away()))),
             Command::Call { reply, .. } => drop(reply.send(Err(away()))),
@@ -331,12 +267,19 @@ impl Link {
         }
     }
 
-    fn command(&mut self, socket: &mut Socket, command: Command) {
+    async fn command(&mut self, socket: &mut Socket, command: Command) {
         match command {
             Command::Attach { attachment, reply } => {
                 let call = attachment.call();
                 let attachment = Box::new(attachment);
                 self.send(socket, call, None, Pending::Attach { attachment, reply });
+            }
+            Command::Reattach { reply } => {
+                let restored = self.restore(socket).await;
+                if restored.is_ok() {
+                    self.presence.send_modify(|presence| presence.up = true);
+                }
+                let _ = reply.send(restored);
             }
             Command::Register {
                 region,
@@ -512,7 +455,8 @@ impl Link {
                     report: report.clone(),
                 }),
             ),
-            Event::Refused { .. } | Event::Detached { .. } => {}
+            Event::Detached { .. } => self.presence.send_modify(|presence| presence.up = false),
+            Event::Refused { .. } => {}
         }
         let _ = self.notices.send(Notice::Event(event));
     }
@@ -521,53 +465,5 @@ impl Link {
         if let Some(state) = self.transfers.remove(transfer) {
             state.send_modify(|state| state.end = Some(end));
         }
-    }
-}
-
-impl Pending {
-    /// The connection was lost before the answer came.
-    fn lose(self, cause: &Fault, regions: &mut BTreeMap<u16, Region>) {
-        let refused = || ClientError::Refused(cause.clone());
-        match self {
-            Pending::Attach { reply, .. } => drop(reply.send(Err(refused()))),
-            Pending::Register { reply, .. } => drop(reply.send(Err(refused()))),
-            Pending::Transfer { reply, .. } => drop(reply.send(Err(refused()))),
-            Pending::Call { reply } => drop(reply.send(Err(refused()))),
-            Pending::Unregister { region, reply } => {
-                regions.remove(&region);
-                let _ = reply.send(Ok(()));
-            }
-        }
-    }
-}
-
-impl Attachment {
-    fn call(&self) -> Call {
-        Call::Attach {
-            envelope: Box::new(self.envelope.clone()),
-            rank: self.rank,
-            home: self.home.clone(),
-        }
-    }
-}
-
-impl RegionMemory {
-    /// The call that registers it, and the fd that goes with it: a copy, since ours is kept.
-    fn call(&self, region: u16) -> Result<(Call, Option<OwnedFd>), ClientError> {
-        let (memory, fd) = match self {
-            RegionMemory::Memfd { fd, offset, len } => {
-                let fd = fd.try_clone().map_err(|cause| ClientError::Memory {
-                    what: "duplicating a memfd",
-                    cause,
-                })?;
-                let (offset, len) = (*offset, *len);
-                (Memory::Memfd { offset, len }, Some(fd))
-            }
-            RegionMemory::Process { address, len } => {
-                let (address, len) = (*address, *len);
-                (Memory::Process { address, len }, None)
-            }
-        };
-        Ok((Call::Register { region, memory }, fd))
     }
 }

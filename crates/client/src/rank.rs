@@ -4,8 +4,8 @@ use kvferry_control::{Answer, Call, Event, Fault, Fetch, Path, Publish, Status, 
 use kvferry_handshake::{PageLists, Ready, TokenRange};
 use tokio::sync::broadcast;
 
+use crate::calls::Command;
 use crate::client::Handle;
-use crate::link::Command;
 use crate::{ClientError, Fetching, Publication, RegionMemory};
 
 /// An attached rank. Clones share one attachment; it ends when the last is dropped.
@@ -81,6 +81,12 @@ pub struct Notices {
 impl Rank {
     pub(crate) fn new(handle: Handle) -> Rank {
         Rank { handle }
+    }
+
+    /// Attaches again, with all regions, after [`Event::Detached`]: ranks of one engine disagreed, all were
+    /// refused, and the cause is mended now.
+    pub async fn reattach(&self) -> Result<(), ClientError> {
+        self.handle.ask(|reply| Command::Reattach { reply }).await
     }
 
     /// Hands memory over as region `region`.
@@ -199,7 +205,8 @@ impl Rank {
         self.handle.presence.borrow().welcome.clone()
     }
 
-    /// Waits until the rank is attached with all its regions: at once unless the daemon is away.
+    /// Waits until the rank is attached with all its regions: at once unless the daemon is away, or took the
+    /// attachment back.
     pub async fn ready(&self) -> Result<(), ClientError> {
         let mut presence = self.handle.presence.clone();
         let up = presence.wait_for(|presence| presence.up).await;

@@ -3,10 +3,10 @@
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use kvferry_client::{Client, ClientError, RegionMemory, SealedMemory};
+use kvferry_client::{Client, ClientError, Event, Notice, RegionMemory, SealedMemory};
 use kvferry_handshake::Code;
 
-use crate::rig::{Engine, Node, envelope, soon};
+use crate::rig::{Engine, Node, envelope, soon, split};
 
 fn code(error: ClientError) -> Code {
     match error {
@@ -90,6 +90,49 @@ async fn an_engine_rank_attaches_once() {
     drop(engine);
     node.settles("ranks", 0).await;
     Engine::attach(node.socket(), "e").await;
+}
+
+#[tokio::test]
+async fn ranks_that_disagree_are_all_refused_and_may_attach_again_when_it_is_mended() {
+    let node = Node::start(|_| {}).await;
+    let engine = Engine::attach_rank(node.socket(), split("e"), 0, None).await;
+    let publication = engine
+        .rank
+        .publish(engine.publish_of("t", &[1], 4))
+        .await
+        .unwrap();
+    let mut notices = engine.rank.notices();
+    let mut other = split("e");
+    other.identity.model = "another".into();
+    let client = Client::connect(node.socket()).await.unwrap();
+    let error = client.attach(other, 1, None).await.unwrap_err();
+    assert!(error.to_string().contains("identity.model"), "{error}");
+    assert_eq!(code(error), Code::RanksDisagree);
+    let detached = async {
+        loop {
+            if let Some(Notice::Event(Event::Detached { cause })) = notices.next().await {
+                return cause;
+            }
+        }
+    };
+    assert_eq!(soon("the detachment", detached).await.code, Code::RanksDisagree);
+    let failed = soon("the publish's end", publication.ended()).await.unwrap_err();
+    assert_eq!(failed.cause.code, Code::RanksDisagree);
+    let refused = engine
+        .rank
+        .publish(engine.publish_of("t2", &[1], 4))
+        .await
+        .unwrap_err();
+    assert_eq!(code(refused), Code::NotAttached);
+    node.settles("data_regions", 0).await;
+
+    soon("attaching again", engine.rank.reattach()).await.unwrap();
+    engine.rank.ready().await.unwrap();
+    engine
+        .rank
+        .publish(engine.publish_of("t3", &[1], 4))
+        .await
+        .unwrap();
 }
 
 #[tokio::test]

@@ -5,11 +5,11 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use kvferry_client::{ClientError, Notice};
+use kvferry_client::{ClientError, Notice, Progress};
 use kvferry_handshake::Code;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::rig::{Engine, PATIENCE, soon};
+use crate::rig::{Engine, soon};
 
 /// A running kvferryd. Killed when it is dropped.
 struct Program {
@@ -19,11 +19,16 @@ struct Program {
 
 impl Program {
     fn start(socket: &Path, more: &[&str]) -> Program {
+        Program::start_at(socket, "127.0.0.1:0", more)
+    }
+
+    fn start_at(socket: &Path, peers: &str, more: &[&str]) -> Program {
         let mut child = Command::new(env!("CARGO_BIN_EXE_kvferryd"))
             .arg("--socket")
             .arg(socket)
             .args([
-                "--peer-listen=127.0.0.1:0",
+                "--peer-listen",
+                peers,
                 "--metrics-listen=off",
                 "--log-format=json",
             ])
@@ -243,5 +248,47 @@ async fn a_client_comes_back_by_itself_when_the_daemon_was_killed() {
     let fetching = decode.rank.fetch(fetch).await.unwrap();
     soon("delivery", fetching.ended()).await.unwrap();
     decode.verify(&[3, 4], 0, 8, 5);
-    assert!(PATIENCE > Duration::ZERO);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_peer_that_is_killed_or_stopped_fails_what_it_did_and_serves_again_when_it_is_back() {
+    for signal in [Signal::KILL, Signal::STOP] {
+        let directory = tempfile::tempdir().unwrap();
+        let (at_a, at_b) = (directory.path().join("a.sock"), directory.path().join("b.sock"));
+        let a = Program::start(&at_a, &[]);
+        let b = Program::start(&at_b, &["--peer-timeout-ms=2000"]);
+        let (prefill, decode) = (Engine::attach(&at_a, "p").await, Engine::attach(&at_b, "d").await);
+        let source = format!("kvferry://{}/p", a.advertised);
+        let mut publish = prefill.publish_of("t", &[1, 2], 8);
+        publish.ready.end = None;
+        publish.ready.tokens = 4;
+        let publication = prefill.rank.publish(publish).await.unwrap();
+        let fetching = decode
+            .rank
+            .fetch(decode.fetch_of(&source, "t", &[1, 2], 8))
+            .await
+            .unwrap();
+        soon("meeting", publication.moved_on(&Progress::default())).await;
+        a.signal(signal);
+        let failed = soon("the fetch's failure", fetching.ended()).await.unwrap_err();
+        assert_eq!(failed.cause.code, Code::PeerLost, "{failed}");
+        assert!(failed.cause.message.contains(&a.advertised), "{failed}");
+
+        // Its next life has the same address.
+        let address = a.advertised.clone();
+        drop(a);
+        let _a = Program::start_at(&at_a, &address, &[]);
+        soon("re-attachment", prefill.rank.ready()).await.unwrap();
+        prefill.fill(&[1, 2], 8, 4);
+        decode.poison();
+        let mut publish = prefill.publish_of("t", &[1, 2], 8);
+        publish.transfer.attempt = 1;
+        prefill.rank.publish(publish).await.unwrap();
+        let mut fetch = decode.fetch_of(&source, "t", &[5, 6], 8);
+        fetch.transfer.attempt = 1;
+        let fetching = decode.rank.fetch(fetch).await.unwrap();
+        soon("delivery", fetching.ended()).await.unwrap();
+        decode.verify(&[5, 6], 0, 8, 4);
+        drop(b);
+    }
 }

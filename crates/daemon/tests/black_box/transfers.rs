@@ -1,9 +1,11 @@
 //! Pages move, and every end is told.
 
+use std::time::Duration;
+
 use kvferry_client::{Notice, Path, Progress, TransferId};
 use kvferry_handshake::{Code, Ready};
 
-use crate::rig::{Authority, Engine, Node, PAGE_SIZE, POOL, envelope, soon, split};
+use crate::rig::{Authority, Engine, Node, PAGE_SIZE, POOL, count, envelope, soon, split};
 
 /// Prefill and decode engines on these nodes; one transfer of `tokens`.
 async fn carry(prefill_node: &Node, decode_node: &Node, path: Path) {
@@ -265,4 +267,97 @@ async fn an_abort_ends_both_sides() {
     );
     assert_eq!(fetch.unwrap_err().cause.code, Code::Aborted);
     assert_eq!(publish.unwrap_err().cause.code, Code::Aborted);
+}
+
+/// Both engines abort, decline and fail at every stage; nothing of it is left.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hundreds_of_aborted_transfers_leave_the_counts_where_they_were() {
+    let (a, b) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
+    let prefill = Engine::attach(a.socket(), "prefill").await;
+    let decode = Engine::attach(b.socket(), "decode").await;
+    let source = a.source("prefill");
+    let warm = async |id: String| {
+        let publication = prefill
+            .rank
+            .publish(prefill.publish_of(&id, &[1, 2, 3, 4], 16))
+            .await
+            .unwrap();
+        let fetching = decode
+            .rank
+            .fetch(decode.fetch_of(&source, &id, &[5, 6, 7, 8], 16))
+            .await
+            .unwrap();
+        soon("delivery", fetching.ended()).await.unwrap();
+        soon("the publish's end", publication.ended()).await.unwrap();
+    };
+    warm("warm".into()).await;
+    let counted = [
+        "ranks",
+        "regions",
+        "links",
+        "publishes",
+        "fetches",
+        "announced",
+        "jobs",
+        "page_entries",
+        "data_regions",
+        "data_jobs",
+        "connections",
+        "peer_channels",
+    ];
+    let mut before = Vec::new();
+    for node in [&a, &b] {
+        let status = node.status().await;
+        before.push(counted.map(|name| count(&status, name)));
+    }
+
+    let mut ends = Vec::new();
+    for at in 0..300 {
+        let id = format!("t{at}");
+        let transfer = TransferId::from(id.as_str());
+        let publish = prefill.publish_of(&id, &[1, 2, 3, 4], 16);
+        let fetch = decode.fetch_of(&source, &id, &[5, 6, 7, 8], 16);
+        match at % 6 {
+            // The publisher aborts before, or after, the fetch comes.
+            0 => {
+                ends.push(prefill.rank.publish(publish).await.unwrap());
+                prefill.rank.abort(&transfer).await.unwrap();
+            }
+            1 | 2 => {
+                ends.push(prefill.rank.publish(publish).await.unwrap());
+                let fetching = decode.rank.fetch(fetch).await.unwrap();
+                if at % 6 == 1 {
+                    tokio::task::yield_now().await
+                } else {
+                    tokio::time::sleep(Duration::from_millis(2)).await
+                }
+                // It may have ended by itself.
+                let _ = prefill.rank.abort(&transfer).await;
+                let _ = soon("the fetch's end", fetching.ended()).await;
+            }
+            // The fetcher aborts before, or after, the publish comes; the publish it leaves behind is aborted, too.
+            3 | 4 => {
+                let fetching = decode.rank.fetch(fetch).await.unwrap();
+                if at % 6 == 4 {
+                    ends.push(prefill.rank.publish(publish).await.unwrap());
+                }
+                let _ = decode.rank.abort(&transfer).await;
+                let _ = soon("the fetch's end", fetching.ended()).await;
+                let _ = prefill.rank.abort(&transfer).await;
+            }
+            _ => {
+                ends.push(prefill.rank.publish(publish).await.unwrap());
+                decode.rank.decline(&source, &transfer).await.unwrap();
+            }
+        }
+    }
+    for publication in ends {
+        let _ = soon("a publish's end", publication.ended()).await;
+    }
+    warm("after".into()).await;
+    for (node, before) in [&a, &b].into_iter().zip(before) {
+        for (name, before) in counted.into_iter().zip(before) {
+            node.settles(name, before).await;
+        }
+    }
 }
