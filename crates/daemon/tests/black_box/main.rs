@@ -8,4 +8,5 @@ mod endpoint;
 mod engines;
 mod process;
 mod rig;
+mod storm;
 mod transfers;

@@ -12,17 +12,17 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::rig::{Engine, soon};
 
 /// A running kvferryd. Killed when it is dropped.
-struct Program {
+pub(crate) struct Program {
     child: Child,
-    advertised: String,
+    pub(crate) advertised: String,
 }
 
 impl Program {
-    fn start(socket: &Path, more: &[&str]) -> Program {
+    pub(crate) fn start(socket: &Path, more: &[&str]) -> Program {
         Program::start_at(socket, "127.0.0.1:0", more)
     }
 
-    fn start_at(socket: &Path, peers: &str, more: &[&str]) -> Program {
+    pub(crate) fn start_at(socket: &Path, peers: &str, more: &[&str]) -> Program {
         let mut child = Command::new(env!("CARGO_BIN_EXE_kvferryd"))
             .arg("--socket")
             .arg(socket)
@@ -49,7 +49,7 @@ impl Program {
         }
     }
 
-    fn signal(&self, signal: Signal) {
+    pub(crate) fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 

@@ -233,7 +233,6 @@ async fn an_engine_that_ends_frees_what_it_had_and_fails_what_it_did() {
         .await
         .unwrap();
     soon("meeting", publication.moved_on(&Progress::default())).await;
-    let fds = a.count("fds").await;
     drop((prefill, publication));
     let failed = soon("the fetch's failure", fetching.ended()).await.unwrap_err();
     assert_eq!(failed.cause.code, Code::EngineGone, "{failed}");
@@ -241,7 +240,6 @@ async fn an_engine_that_ends_frees_what_it_had_and_fails_what_it_did() {
     a.settles("data_regions", 0).await;
     a.settles("data_jobs", 0).await;
     b.settles("data_jobs", 0).await;
-    assert!(a.count("fds").await < fds);
 }
 
 #[tokio::test]
