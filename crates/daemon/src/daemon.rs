@@ -22,8 +22,9 @@ use crate::metrics::Metrics;
 use crate::peers::{self, Neighbourhood, PeerSet, Tls, TlsError};
 use crate::scrape;
 
-/// Events of sessions, and of peers, that wait for the driver; further ones push back.
-const WAITING: usize = 1024;
+/// Events of sessions, and of peers, that wait for the driver; further ones push back. Few, since whoever
+/// comes next waits for all of them.
+const WAITING: usize = 64;
 
 /// A daemon that runs. Dropping it ends it at once; [`Daemon::shutdown`] in order.
 #[derive(Debug)]
