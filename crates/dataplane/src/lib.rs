@@ -5,8 +5,8 @@
 //! lanes to the peer's data plane, reports through one sink of [`Event`]s, and fences a job when it is
 //! closed: after [`Event::Closed`] no byte lands in or leaves the job's pages.
 //!
-//! Plain threads and no async runtime: one thread per lane end, a small pool for local copies, a listener
-//! and a steward that watches time.
+//! Plain threads and no async runtime: one thread per lane end, a small pool for local copies, a listener, a
+//! steward that watches time, and one that enters new regions' pages into the page table.
 
 #![deny(unsafe_code)]
 
@@ -26,6 +26,7 @@ mod memory;
 mod message;
 mod peer;
 mod plane;
+mod prefault;
 mod probe;
 mod process;
 mod region;

@@ -89,6 +89,9 @@ pub(crate) fn run(core: &Arc<Core>, socket: &OwnedFd) {
                 // Out of memory at worst: it must not become a busy loop.
                 tracing::warn!(%error, "waiting at the data port");
                 std::thread::sleep(REST);
+                if core.listener.is_ending() {
+                    return;
+                }
                 continue;
             }
         };

@@ -41,6 +41,7 @@ impl Core {
     fn shutdown(&self) {
         self.listener.end();
         self.jobs.copies.end();
+        self.regions.prefault.end();
         self.bell.end();
         for peer in self.peers() {
             peer.lanes().down();
@@ -92,6 +93,8 @@ impl DataPlane {
         spawn("kvferry-listen", Box::new(move || listener::run(&of, &socket)))?;
         let of = Arc::clone(&core);
         spawn("kvferry-steward", Box::new(move || steward::run(&of)))?;
+        let of = Arc::clone(&core);
+        spawn("kvferry-pages", Box::new(move || of.regions.prefault.work()))?;
         for _ in 0..copy_threads {
             let of = Arc::clone(&core.jobs);
             spawn("kvferry-copy", Box::new(move || of.copies.work()))?;

@@ -10,6 +10,7 @@ use rustix::fs::{FileType, OFlags, SealFlags, fcntl_get_seals, fcntl_getfl, fsta
 use rustix::io::Errno;
 
 use crate::memory::{Mapping, Span};
+use crate::prefault::Prefault;
 use crate::probe;
 use crate::process::{EngineProcess, Remote};
 
@@ -66,6 +67,7 @@ pub(crate) enum Piece<'r> {
 #[derive(Debug, Default)]
 pub(crate) struct Regions {
     table: Mutex<Table>,
+    pub(crate) prefault: Prefault,
 }
 
 #[derive(Debug, Default)]
@@ -105,7 +107,15 @@ impl Region {
         }
     }
 
-    /// The bytes of both that are the same: where they begin in each.
+    /// Its mapping, if it has one.
+    pub(crate) fn mapping(&self) -> Option<&Mapping> {
+        match &self.memory {
+            Memory::Mapped { mapping, .. } => Some(mapping),
+            Memory::Process { .. } => None,
+        }
+    }
+
+    /// Whether they share bytes.
     fn overlap(&self, other: &Region) -> bool {
         let (a, b) = match (&self.memory, &other.memory) {
             (
@@ -202,7 +212,9 @@ impl Regions {
         }
         table.last += 1;
         let key = RegionKey(table.last);
-        table.regions.insert(key, Arc::new(region));
+        let region = Arc::new(region);
+        self.prefault.add(&region);
+        table.regions.insert(key, region);
         Ok(key)
     }
 
