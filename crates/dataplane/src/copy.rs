@@ -139,6 +139,17 @@ fn copy(taken: &Taken, bounce: &mut Vec<u8>) -> Result<Done, Halt> {
         done.bytes += step.len;
     }
     carrier.flush()?;
+    // A walk over lists that do not fit ends early; that must not pass for a copy.
+    let planned = taken.view.map.chunk_bytes(taken.chunk);
+    if done.bytes != planned {
+        return Err(Halt::Trouble(Trouble {
+            code: Code::Internal,
+            message: format!(
+                "chunk {} has {planned} bytes by its plan, and {} by its page lists",
+                taken.chunk, done.bytes
+            ),
+        }));
+    }
     done.bounced = carrier.bounced;
     Ok(done)
 }
@@ -315,5 +326,42 @@ pub(crate) fn fault(process: &EngineProcess, error: &std::io::Error) -> Trouble 
             "memory of process {} could not be reached: {error}; unregister a region before freeing its memory",
             process.pid()
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex, Weak};
+
+    use kvferry_handshake::{Code, PageLists, Ready};
+
+    use super::{Halt, copy};
+    use crate::JobId;
+    use crate::job::{Job, RankMemory, Role};
+    use crate::line::Taken;
+    use crate::source::Source;
+    use crate::testing::map;
+
+    #[test]
+    fn a_walk_that_ends_early_is_no_copy() {
+        let none = Arc::new(PageLists {
+            groups: vec![Vec::new()],
+        });
+        let role = Role::Copy {
+            source: Mutex::new(Source::new(map(), none)),
+            source_memory: RankMemory::default(),
+            memory: RankMemory::default(),
+        };
+        let job = Arc::new(Job::new(JobId(1), role, Weak::new()));
+        let (view, chunk) = {
+            let mut source = job.source().unwrap();
+            source.advance(&Ready::complete(8), None);
+            source.take().0.unwrap()
+        };
+        let halted = copy(&Taken { job, view, chunk }, &mut Vec::new());
+        let Err(Halt::Trouble(trouble)) = halted else {
+            panic!("{halted:?}");
+        };
+        assert_eq!(trouble.code, Code::Internal);
     }
 }
