@@ -221,6 +221,10 @@ impl Job {
         self.stop();
     }
 
+    pub(crate) fn has_completed(&self) -> bool {
+        self.outcome.load(Ordering::Acquire) == COMPLETE
+    }
+
     pub(crate) fn has_failed(&self) -> bool {
         self.outcome.load(Ordering::Acquire) == FAILED
     }
@@ -272,7 +276,7 @@ impl Job {
             return;
         }
         if let Some(jobs) = self.jobs.upgrade() {
-            jobs.forget(self, self.outcome.load(Ordering::Acquire) == COMPLETE);
+            jobs.forget(self, self.has_completed());
             (jobs.sink)(Event::Closed {
                 job: self.id,
                 tally: Tally {

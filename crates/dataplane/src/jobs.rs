@@ -66,12 +66,6 @@ impl Jobs {
 
     /// A closed job is at rest.
     pub(crate) fn forget(&self, job: &Job, completed: bool) {
-        let removed = self
-            .table
-            .write()
-            .unwrap_or_else(|e| e.into_inner())
-            .remove(&job.id);
-        drop(removed);
         if completed && let Role::Receive { peer, .. } = &job.role {
             let mut completed = self.completed.lock().unwrap_or_else(|e| e.into_inner());
             completed.order.push_back(job.id);
@@ -82,6 +76,13 @@ impl Jobs {
                 completed.peers.remove(&oldest);
             }
         }
+        // After it is remembered, so that a chunk that comes again meanwhile finds it in one place or the other.
+        let removed = self
+            .table
+            .write()
+            .unwrap_or_else(|e| e.into_inner())
+            .remove(&job.id);
+        drop(removed);
     }
 
     /// Whether this receive from this peer completed before it was closed, as far as remembered.

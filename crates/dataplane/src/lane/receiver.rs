@@ -133,7 +133,9 @@ impl Receiver<'_> {
             return self.refuse(header, verdict);
         };
         if job.is_closed() {
-            return self.refuse(header, Verdict::Unknown);
+            let known = job.has_completed();
+            let verdict = if known { Verdict::Landed } else { Verdict::Unknown };
+            return self.refuse(header, verdict);
         }
         if job.has_failed() {
             return self.refuse(header, Verdict::Failed);
