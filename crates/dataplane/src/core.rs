@@ -212,7 +212,7 @@ impl Core {
         let due = {
             let mut lanes = peer.lanes();
             if !left.proven && !matches!(end, LaneEnd::Told) {
-                lanes.failing.get_or_insert_with(|| (now, end.to_string()));
+                lanes.opening_failed(now, || end.to_string());
             }
             lanes.sender_ended(now, &self.config, ended)
         };

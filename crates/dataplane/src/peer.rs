@@ -59,11 +59,6 @@ impl Peer {
         self.lanes.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// The peer's data port took a token: it can be reached.
-    pub(crate) fn lane_proven(&self) {
-        self.lanes().failing = None;
-    }
-
     /// A chunk has to be taken again. Whoever calls wakes lanes then.
     pub(crate) fn put_back(&self, taken: &Taken) {
         taken.job.sent_in_vain();

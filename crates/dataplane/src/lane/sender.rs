@@ -76,7 +76,7 @@ pub(crate) fn run(config: &Config, start: &Start, left: &mut Left) -> LaneEnd {
         Err(end) => return end,
     };
     left.proven = true;
-    start.peer.lane_proven();
+    start.peer.lanes().sender_proven(start.epoch);
     let mut sender = Sender {
         start,
         config,

@@ -108,6 +108,19 @@ impl Lanes {
             .then_some(Opening { life, host })
     }
 
+    /// The peer's data port took the token of a lane: it can be reached.
+    pub(crate) fn sender_proven(&mut self, epoch: u64) {
+        self.outgoing.proven(epoch);
+        self.failing = None;
+    }
+
+    /// A lane could not be opened. As long as others carry, that costs no more than this lane.
+    pub(crate) fn opening_failed(&mut self, now: Instant, why: impl FnOnce() -> String) {
+        if !self.outgoing.is_carrying() {
+            self.failing.get_or_insert_with(|| (now, why()));
+        }
+    }
+
     /// A sending end ended.
     pub(crate) fn sender_ended(&mut self, now: Instant, config: &Config, end: SenderEnd) -> Due {
         self.outgoing.ended(now, config, end)

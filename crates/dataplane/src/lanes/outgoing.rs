@@ -40,6 +40,8 @@ enum State {
         wake: Arc<Wake>,
         /// The receiver's end is known to be gone.
         gone: bool,
+        /// The receiver took the token.
+        proven: bool,
     },
     /// What was not acknowledged is in doubt until the receiver's end is gone.
     Lost {
@@ -101,8 +103,29 @@ impl Outgoing {
             epoch,
             wake: Arc::clone(wake),
             gone: false,
+            proven: false,
         };
         true
+    }
+
+    /// The receiver took the token of this life of a lane.
+    pub(super) fn proven(&mut self, epoch: u64) {
+        for lane in &mut self.lanes {
+            if let State::Open {
+                epoch: open, proven, ..
+            } = &mut lane.state
+                && *open == epoch
+            {
+                *proven = true;
+            }
+        }
+    }
+
+    /// Whether a lane carries payload, so that the peer's data port can be reached.
+    pub(super) fn is_carrying(&self) -> bool {
+        self.lanes
+            .iter()
+            .any(|lane| matches!(lane.state, State::Open { proven: true, .. }))
     }
 
     /// A sending end ended.
@@ -157,6 +180,7 @@ impl Outgoing {
                 epoch: open,
                 wake,
                 gone,
+                ..
             } if *open == epoch => {
                 *gone = true;
                 wake.end();

@@ -258,3 +258,17 @@ fn a_peer_asks_for_a_bounded_number_of_lanes() {
     }
     assert_eq!(lanes.count()[2], usize::from(super::MAX_LANES));
 }
+
+#[test]
+fn a_lane_that_does_not_open_is_no_failing_peer_while_another_carries() {
+    let (mut lanes, now, config, _wake) = sending();
+    lanes.opening_failed(now, || "refused".to_owned());
+    assert!(lanes.failing.is_some(), "nothing carries yet");
+    lanes.sender_proven(7);
+    assert!(lanes.failing.is_none());
+    lanes.opening_failed(now, || "refused".to_owned());
+    assert!(lanes.failing.is_none(), "lane 0 carries");
+    lanes.sender_ended(now, &config, end(7, Vec::new()));
+    lanes.opening_failed(now, || "refused".to_owned());
+    assert!(lanes.failing.is_some(), "nothing carries any more");
+}
