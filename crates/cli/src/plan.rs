@@ -22,9 +22,9 @@ const DECODE_PAGES: &str = "--decode-pages";
 /// decode rank. Moves of one rank are disjoint and cover exactly the tokens asked for; docs/plan.md tells how to verify
 /// them with a program of your own. A summary goes to standard error.
 ///
-/// PAGES: one list per page group, as GROUP=LIST: `kv=3,7,9-20`. Entry k is the page that holds the rank's tokens k*P to
+/// PAGES: one list per page group, as GROUP=LIST: `pages=3,7,9-20`. Entry k is the page that holds the rank's tokens k*P to
 /// (k+1)*P-1, counted from token 0 of the prompt. `-` is an absent page, `-*4` four of them. Separate groups by `;` or
-/// repeat the flag; an engine with one group may leave the name out. `@file.json` reads {"kv": [3, 7, null]}. A list
+/// repeat the flag; an engine with one group may leave the name out. `@file.json` reads {"pages": [3, 7, null]}. A list
 /// that only one rank uses is written RANK:GROUP=LIST.
 #[derive(Args, Debug)]
 pub struct Plan {

@@ -106,7 +106,7 @@ struct PublishArgs {
     /// The prompt's length
     #[arg(long, value_name = "N")]
     tokens: u64,
-    /// `seed:N` for scattered free pages, or the pages themselves: `kv=3,7,9-20`
+    /// `seed:N` for scattered free pages, or the pages themselves: `pages=3,7,9-20`
     #[arg(long, value_name = "PAGES")]
     pages: Option<String>,
     /// Publish in so many steps, each filled just before
@@ -146,7 +146,7 @@ struct FetchArgs {
     /// The least end that will do; TO unless given
     #[arg(long, value_name = "N")]
     least: Option<u64>,
-    /// `seed:N` for scattered free pages, or the pages themselves: `kv=3,7,9-20`
+    /// `seed:N` for scattered free pages, or the pages themselves: `pages=3,7,9-20`
     #[arg(long, value_name = "PAGES")]
     pages: Option<String>,
 }

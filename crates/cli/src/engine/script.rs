@@ -46,7 +46,7 @@ pub(crate) struct Fill {
     pub(crate) generation: u64,
     /// The prompt's length.
     pub(crate) tokens: u64,
-    /// `seed:N` draws scattered free pages; `kv=3,7,9-20` names them. Drawn by the transfer's name unless given.
+    /// `seed:N` draws scattered free pages; `pages=3,7,9-20` names them. Drawn by the transfer's name unless given.
     #[serde(default)]
     pub(crate) pages: Option<String>,
 }

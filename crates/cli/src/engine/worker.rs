@@ -232,7 +232,7 @@ impl Worker {
             None => name_hash(transfer),
             Some(text) => match text.strip_prefix("seed:") {
                 Some(seed) => seed.parse().map_err(|_| {
-                    anyhow::anyhow!("pages: {text:?}: write seed:N, or the pages: kv=3,7,9-20")
+                    anyhow::anyhow!("pages: {text:?}: write seed:N, or the pages: pages=3,7,9-20")
                 })?,
                 None => {
                     let lists = RankedLists::parse("pages", &[text.to_owned()], envelope)?;

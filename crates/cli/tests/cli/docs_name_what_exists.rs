@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 fn pages(root: &Path) -> Vec<PathBuf> {
     let docs = fs::read_dir(root.join("docs"))
@@ -37,4 +38,36 @@ fn every_path_and_link_exists() {
     }
     assert!(checked > 20, "only {checked} paths found: the search is broken");
     assert!(missing.is_empty(), "these do not exist:\n{}", missing.join("\n"));
+}
+
+#[test]
+fn the_example_of_the_plan_page_prints_what_the_page_shows() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let page = fs::read_to_string(root.join("docs/plan.md")).unwrap();
+    let command = page
+        .split("    kvferry plan")
+        .nth(1)
+        .unwrap()
+        .split("\n\n")
+        .next()
+        .unwrap();
+    let arguments = command
+        .split_whitespace()
+        .filter(|word| *word != "\\")
+        .map(|word| word.trim_matches('\''));
+    let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
+        .current_dir(&root)
+        .arg("plan")
+        .args(arguments)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    let shown = page
+        .lines()
+        .map(str::trim)
+        .find(|line| line.starts_with("{\"source_rank\""))
+        .unwrap();
+    let moves = String::from_utf8_lossy(&output.stdout);
+    assert!(moves.lines().any(|line| line == shown), "{shown}\n{said}");
 }
