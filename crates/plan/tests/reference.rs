@@ -15,10 +15,20 @@ use random::{axes, case};
 
 const CASES: u64 = 20_000;
 
+/// As many as `scripts/test` asks for: `--quick`, CI, or `--full`.
+fn cases_of_width() -> u64 {
+    match std::env::var("KVFERRY_TESTS").as_deref() {
+        Ok("quick") => CASES / 4,
+        Ok("full") => CASES * 10,
+        _ => CASES,
+    }
+}
+
 #[test]
 fn moves_equal_the_element_by_element_copy() {
     let first: u64 = std::env::var("KVFERRY_SEED").map_or(0, |seed| seed.parse().unwrap());
-    let cases: u64 = std::env::var("KVFERRY_CASES").map_or(CASES, |cases| cases.parse().unwrap());
+    let cases: u64 =
+        std::env::var("KVFERRY_CASES").map_or_else(|_| cases_of_width(), |cases| cases.parse().unwrap());
     let next = AtomicU64::new(first);
     let carrying = AtomicU64::new(0);
     let seen = Mutex::new(Seen::new());
