@@ -60,8 +60,58 @@ impl Burst {
     }
 }
 
-/// `MemAvailable`, in bytes.
+/// Bytes that this process may still use: of the machine, and of its container where that has a limit.
 pub(crate) fn memory_available() -> anyhow::Result<u64> {
+    let machine = machine_available()?;
+    let container = CONTROL_GROUPS.iter().find_map(|files| container_available(files));
+    Ok(container.map_or(machine, |container| container.min(machine)))
+}
+
+/// Limit, usage and statistics of a container's memory, and the names of what of it the kernel takes back at need.
+type GroupFiles = ([&'static str; 3], [&'static str; 2]);
+
+/// As a container sees them: control groups version 2, then 1.
+const CONTROL_GROUPS: [GroupFiles; 2] = [
+    (
+        [
+            "/sys/fs/cgroup/memory.max",
+            "/sys/fs/cgroup/memory.current",
+            "/sys/fs/cgroup/memory.stat",
+        ],
+        ["inactive_file", "active_file"],
+    ),
+    (
+        [
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+            "/sys/fs/cgroup/memory/memory.stat",
+        ],
+        ["total_inactive_file", "total_active_file"],
+    ),
+];
+
+/// `None` where there is no such file, or no limit.
+fn container_available(([limit, usage, statistics], cached): &GroupFiles) -> Option<u64> {
+    let read = |file: &str| std::fs::read_to_string(file).ok();
+    available_of(&read(limit)?, &read(usage)?, &read(statistics)?, cached)
+}
+
+fn available_of(limit: &str, usage: &str, statistics: &str, cached: &[&str; 2]) -> Option<u64> {
+    let (limit, usage) = (
+        limit.trim().parse::<u64>().ok()?,
+        usage.trim().parse::<u64>().ok()?,
+    );
+    let value = |name: &str| {
+        let mut lines = statistics.lines().filter_map(|line| line.split_once(' '));
+        let found = lines.find(|(key, _)| *key == name)?.1;
+        found.trim().parse::<u64>().ok()
+    };
+    let cached: u64 = cached.iter().filter_map(|name| value(name)).sum();
+    Some(limit.saturating_sub(usage.saturating_sub(cached)))
+}
+
+/// `MemAvailable`, in bytes.
+fn machine_available() -> anyhow::Result<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").context("reading /proc/meminfo")?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
     let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
@@ -82,6 +132,14 @@ mod tests {
         assert_eq!(at(1, true), [SHORT]);
         let error = Burst::fitting(1 << 20, false).unwrap_err().to_string();
         assert!(error.contains("MiB"), "{error}");
+    }
+
+    #[test]
+    fn a_container_may_have_less_than_the_machine() {
+        let statistics = "anon 5\ninactive_file 20\nactive_file 10\n";
+        let cached = &CONTROL_GROUPS[0].1;
+        assert_eq!(available_of("100\n", "50\n", statistics, cached), Some(80));
+        assert_eq!(available_of("max\n", "50\n", statistics, cached), None);
     }
 
     #[test]
