@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use kvferry_control::{Answer, Call, Event, Request, Response, TransferId, Welcome};
 use kvferry_handshake::{Code, encode};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::backoff::Backoff;
@@ -97,10 +98,16 @@ impl Link {
             let queued = writer.queued();
             tokio::select! {
                 read = socket::read(stream, reader) => match read {
-                    Ok(Ok(Some(Response::Hello(Err(parting))))) => return Stop::Lost(parting),
+                    Ok(Ok(Some(Response::Hello(Err(parting))))) => {
+                        fenced(socket).await;
+                        return Stop::Lost(parting);
+                    }
                     Ok(Ok(Some(response))) => self.response(response),
                     Ok(Ok(None)) => return Stop::Lost(self.lost("it closed the connection")),
-                    Ok(Err(error)) => return Stop::Lost(error.into()),
+                    Ok(Err(error)) => {
+                        fenced(socket).await;
+                        return Stop::Lost(error.into());
+                    }
                     Err(error) => return Stop::Lost(self.lost(&error.to_string())),
                 },
                 written = socket::write(stream, writer), if queued > 0 => if let Err(error) = written {
@@ -465,5 +472,74 @@ impl Link {
         if let Some(state) = self.transfers.remove(transfer) {
             state.send_modify(|state| state.end = Some(end));
         }
+    }
+}
+
+/// Waits until the daemon closes a connection that is of no use any more. It does so once no byte of the
+/// rank's pages moves: what was under way has not ended before.
+async fn fenced(socket: &mut Socket) {
+    // Tells a daemon that does not know yet. An error means that it has closed already.
+    let _ = socket.stream.shutdown().await;
+    let mut unread = [0; 4096];
+    while socket.stream.read(&mut unread).await.is_ok_and(|read| read > 0) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use kvferry_control::{FrameReader, FrameWriter, MAX_FRAME};
+    use kvferry_handshake::decode;
+    use tokio::io::Interest;
+    use tokio::net::{UnixListener, UnixStream};
+
+    use super::*;
+    use crate::Client;
+
+    async fn hear(stream: &UnixStream) -> Request {
+        let mut reader = FrameReader::new(MAX_FRAME);
+        let read = stream.async_io(Interest::READABLE, || reader.read(stream));
+        let frame = read.await.unwrap().unwrap().unwrap();
+        decode(&frame.payload).unwrap()
+    }
+
+    async fn say(stream: &UnixStream, response: &Response) {
+        let mut writer = FrameWriter::new();
+        writer.push(encode(response).unwrap(), None).unwrap();
+        let written = stream.async_io(Interest::WRITABLE, || writer.write(stream));
+        written.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_is_under_way_ends_when_a_parting_daemon_closes_and_not_before() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("kvferryd.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let greeting = async {
+            let (stream, _) = listener.accept().await.unwrap();
+            hear(&stream).await;
+            let welcome = Welcome {
+                version: 1,
+                incarnation: 1,
+                address: "n:1".to_owned(),
+                release: "0".to_owned(),
+            };
+            say(&stream, &Response::Hello(Ok(welcome))).await;
+            stream
+        };
+        let (client, stream) = tokio::join!(Client::connect(&path), greeting);
+        let client = client.unwrap();
+        let call = tokio::spawn(async move { client.status().await });
+        hear(&stream).await;
+        let parting = Fault::new(Code::OverLimit, "events were not read");
+        say(&stream, &Response::Hello(Err(parting))).await;
+        // The daemon still fences.
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert!(!call.is_finished());
+        drop(stream);
+        let refused = call.await.unwrap().unwrap_err();
+        let ClientError::Refused(fault) = &refused else {
+            panic!("{refused:?}");
+        };
+        assert_eq!(fault.code, Code::DaemonRestarted);
+        assert!(fault.message.contains("events were not read"), "{fault}");
     }
 }
