@@ -66,9 +66,14 @@ impl Core {
         Some((self.fresh(), Token(token)))
     }
 
+    pub(crate) fn known_peer(&self, name: &str) -> Option<Arc<Peer>> {
+        let peers = self.peers.read().unwrap_or_else(|e| e.into_inner());
+        peers.get(name).cloned()
+    }
+
     pub(crate) fn peer(&self, name: &str) -> Arc<Peer> {
-        if let Some(peer) = self.peers.read().unwrap_or_else(|e| e.into_inner()).get(name) {
-            return Arc::clone(peer);
+        if let Some(peer) = self.known_peer(name) {
+            return peer;
         }
         let mut peers = self.peers.write().unwrap_or_else(|e| e.into_inner());
         let peer = peers

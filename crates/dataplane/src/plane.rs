@@ -145,7 +145,10 @@ impl DataPlane {
 
     /// The channel to this peer broke: its lanes are destroyed, and its jobs do not go on.
     pub fn peer_down(&self, peer: &str) {
-        let peer = self.core.peer(peer);
+        // An address that never answered leaves nothing behind.
+        let Some(peer) = self.core.known_peer(peer) else {
+            return;
+        };
         // No life has this number: lanes that are told to end take nothing meanwhile.
         peer.outbox.begin_life(0);
         peer.lanes().down();

@@ -211,3 +211,13 @@ fn a_process_that_ended_is_unreachable() {
         &["ended"],
     );
 }
+
+#[test]
+fn a_peer_that_never_came_up_leaves_nothing() {
+    let plane = plane();
+    plane.peer_down("nobody:1");
+    assert!(plane.traffic().is_empty());
+    plane.peer_up("somebody:1", [127, 0, 0, 1].into());
+    plane.peer_down("somebody:1");
+    assert_eq!(plane.traffic().len(), 1);
+}
