@@ -337,7 +337,7 @@ codes! {
     }
     TransferUnknown = "transfer_unknown", Transfer, No {
         means: "There is no such transfer.",
-        trigger: "abort, decline or expect for an id that is not known here, or has ended.",
+        trigger: "abort of a transfer that is not open here, or a peer that forgot one that is.",
         fix: "Nothing; it has ended.",
     }
     StaleAttempt = "stale_attempt", Transfer, No {
