@@ -24,7 +24,10 @@ pub(crate) enum Arrival {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Chunk {
     Missing,
-    Arriving,
+    /// Arriving, as the whole map or the map cut at the final end has it.
+    Arriving {
+        whole: bool,
+    },
     /// Landed as the whole map has it.
     Whole,
     /// Landed as the map cut at the final end has it.
@@ -112,20 +115,21 @@ impl Target {
         }
         match self.chunks[at] {
             Chunk::Missing => {
-                self.chunks[at] = Chunk::Arriving;
+                self.chunks[at] = Chunk::Arriving {
+                    whole: end == self.whole.map.end(),
+                };
                 Arrival::Write(view)
             }
-            Chunk::Arriving => Arrival::Doubled,
+            Chunk::Arriving { .. } => Arrival::Doubled,
             Chunk::Whole | Chunk::Cut => Arrival::Repeat,
         }
     }
 
     /// The chunk that was arriving is there, complete and visible. Tells whether all are, up to the final end.
-    pub(crate) fn landed(&mut self, chunk: u32, end: u64) -> bool {
+    pub(crate) fn landed(&mut self, chunk: u32) -> bool {
         if let Some(at) = self.index(chunk)
-            && self.chunks[at] == Chunk::Arriving
+            && let Chunk::Arriving { whole } = self.chunks[at]
         {
-            let whole = end == self.whole.map.end();
             self.chunks[at] = if whole { Chunk::Whole } else { Chunk::Cut };
             self.left = self.left.saturating_sub(1);
         }
@@ -135,7 +139,7 @@ impl Target {
     /// The chunk that was arriving did not: it is missing again.
     pub(crate) fn broke_off(&mut self, chunk: u32) {
         if let Some(at) = self.index(chunk)
-            && self.chunks[at] == Chunk::Arriving
+            && matches!(self.chunks[at], Chunk::Arriving { .. })
         {
             self.chunks[at] = Chunk::Missing;
         }
@@ -157,20 +161,17 @@ impl Target {
         }
         let view = self.view_at(end)?;
         self.end_known = true;
+        let is_cut = end != self.whole.map.end();
         let mut left = 0;
         for (chunk, state) in (0u32..).zip(&self.chunks) {
-            let wrong = match state {
-                Chunk::Whole => end != self.whole.map.end() && !self.same_in_both(chunk, &view),
-                Chunk::Cut => false,
-                Chunk::Missing | Chunk::Arriving => {
-                    left += usize::from(view.map.chunk_bytes(chunk) > 0);
-                    false
-                }
-            };
-            if wrong {
+            let came_whole = matches!(state, Chunk::Whole | Chunk::Arriving { whole: true });
+            if came_whole && is_cut && !self.same_in_both(chunk, &view) {
                 return Err(format!(
                     "chunk {chunk} came whole, and the prompt ends at token {end} inside it"
                 ));
+            }
+            if matches!(state, Chunk::Missing | Chunk::Arriving { .. }) {
+                left += usize::from(view.map.chunk_bytes(chunk) > 0);
             }
         }
         self.left = left;
@@ -210,7 +211,7 @@ mod tests {
         assert!(matches!(target.arrives(0, 8, 8 * 128), Arrival::Doubled));
         target.broke_off(0);
         assert!(writes(&mut target, 0, 8, 8 * 128));
-        assert!(!target.landed(0, 8));
+        assert!(!target.landed(0));
         assert!(matches!(target.arrives(0, 8, 8 * 128), Arrival::Repeat));
         target.broke_off(0);
         assert!(
@@ -225,12 +226,12 @@ mod tests {
         assert_eq!(target.ends(8), Ok(false));
         for chunk in 0..4 {
             assert!(writes(&mut target, chunk, 8, 8 * 128));
-            assert_eq!(target.landed(chunk, 8), chunk == 3);
+            assert_eq!(target.landed(chunk), chunk == 3);
         }
         let mut target = self::target();
         for chunk in 0..4 {
             assert!(writes(&mut target, chunk, 5, 5 * 128));
-            assert!(!target.landed(chunk, 5), "the end is not known");
+            assert!(!target.landed(chunk), "the end is not known");
         }
         assert_eq!(target.ends(5), Ok(true));
         assert_eq!(self::target().ends(0), Ok(true));
@@ -254,10 +255,16 @@ mod tests {
 
         let mut whole = self::target();
         writes(&mut whole, 0, 8, 8 * 128);
-        whole.landed(0, 8);
+        whole.landed(0);
         assert!(
             whole.ends(5).is_err(),
             "it landed whole, with tokens beyond the end"
+        );
+        let mut whole = self::target();
+        writes(&mut whole, 0, 8, 8 * 128);
+        assert!(
+            whole.ends(5).is_err(),
+            "it is arriving whole, with tokens beyond the end: it must not be counted in place of another"
         );
     }
 

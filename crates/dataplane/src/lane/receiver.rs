@@ -182,7 +182,7 @@ impl Receiver<'_> {
         job.moved(header.bytes, landed.moves, landed.bounced);
         let complete = job
             .target()
-            .is_some_and(|mut target| target.landed(header.chunk, header.end));
+            .is_some_and(|mut target| target.landed(header.chunk));
         if complete {
             job.complete();
         }
