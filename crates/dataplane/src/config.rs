@@ -34,7 +34,8 @@ pub struct Config {
 /// Certificates for encrypted lanes.
 #[derive(Clone, Debug)]
 pub struct LaneTls {
-    /// For the sending end, which connects. The server is named by its IP address.
+    /// For the sending end, which connects: the other end needs a certificate for the host that its peer name
+    /// (`host:port`) states, as for the channel.
     pub client: Arc<rustls::ClientConfig>,
     /// For the receiving end, which accepts.
     pub server: Arc<rustls::ServerConfig>,

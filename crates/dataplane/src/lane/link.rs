@@ -67,9 +67,10 @@ impl Link {
         Ok(())
     }
 
-    /// Puts TLS on the connecting end.
-    pub(crate) fn start_client_tls(&mut self, tls: &LaneTls, host: IpAddr) -> io::Result<()> {
-        let connection = ClientConnection::new(std::sync::Arc::clone(&tls.client), ServerName::from(host));
+    /// Puts TLS on the connecting end. The other end must have a certificate for the host that the peer's name states.
+    pub(crate) fn start_client_tls(&mut self, tls: &LaneTls, peer: &str) -> io::Result<()> {
+        let name = ServerName::try_from(host(peer).to_owned()).map_err(io::Error::other)?;
+        let connection = ClientConnection::new(std::sync::Arc::clone(&tls.client), name);
         self.start_tls(connection.map(Connection::Client))
     }
 
@@ -172,6 +173,17 @@ impl Link {
     }
 }
 
+/// The host of `host:port` or `[address]:port`; all of it where there is no port.
+fn host(peer: &str) -> &str {
+    let host = match peer.rsplit_once(':') {
+        Some((host, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => host,
+        _ => peer,
+    };
+    host.strip_prefix('[')
+        .and_then(|host| host.strip_suffix(']'))
+        .unwrap_or(host)
+}
+
 fn receive_tls(tls: &mut Connection, socket: &OwnedFd, space: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     loop {
@@ -222,5 +234,22 @@ impl Write for Raw<'_> {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::host;
+
+    #[test]
+    fn a_peer_is_named_by_its_host() {
+        for (peer, named) in [
+            ("node7.example:7400", "node7.example"),
+            ("10.1.2.3:7400", "10.1.2.3"),
+            ("[fd00::7]:7400", "fd00::7"),
+            ("node7", "node7"),
+        ] {
+            assert_eq!(host(peer), named);
+        }
     }
 }

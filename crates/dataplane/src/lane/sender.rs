@@ -111,7 +111,7 @@ fn open(config: &Config, start: &Start) -> Result<Link, LaneEnd> {
         return Err(LaneEnd::Violation("no room for a hello"));
     }
     if let Some(tls) = &config.tls {
-        link.start_client_tls(tls, start.address.ip())?;
+        link.start_client_tls(tls, &start.peer.name)?;
         link.flush()?;
     }
     let mut inbox = Inbox::new();

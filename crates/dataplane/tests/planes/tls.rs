@@ -13,13 +13,18 @@ use crate::pair::{self, Faults, Flow, LARGE, Pair, Proxy, Size, Spell, close, co
 
 /// Certificates of one authority for both ends of a lane.
 fn certificates() -> LaneTls {
+    certificates_for(&["a", "b"])
+}
+
+fn certificates_for(names: &[&str]) -> LaneTls {
     let mut params = CertificateParams::new(Vec::new()).unwrap();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
     let mut roots = RootCertStore::empty();
     roots.add(authority.as_ref().der().clone()).unwrap();
     let roots = Arc::new(roots);
-    let mut params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+    let mut params =
+        CertificateParams::new(names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>()).unwrap();
     params.extended_key_usages = vec![
         ExtendedKeyUsagePurpose::ServerAuth,
         ExtendedKeyUsagePurpose::ClientAuth,
@@ -106,8 +111,13 @@ fn a_closed_send_leaves_an_encrypted_lane_at_once() {
 #[test]
 fn a_stranger_or_a_plain_peer_carries_nothing() {
     let (ours, theirs) = (certificates(), certificates());
-    for stranger in [encrypted(&theirs), config()] {
-        let pair = Pair::with(stranger, encrypted(&ours), Faults::none());
+    let misnamed = certificates_for(&["a", "c"]);
+    for (a, b) in [
+        (encrypted(&theirs), encrypted(&ours)),
+        (config(), encrypted(&ours)),
+        (encrypted(&misnamed), encrypted(&misnamed)),
+    ] {
+        let pair = Pair::with(a, b, Faults::none());
         let flow = Flow::new(&pair.a, &pair.b, LARGE, 1);
         let before = flow.decode.ranks[0].bytes();
         let (send, receive) = flow.start(&pair);
