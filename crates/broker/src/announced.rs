@@ -8,16 +8,14 @@ use std::sync::Arc;
 
 use kvferry_control::{Fault, TransferId};
 use kvferry_handshake::{Code, Envelope, TokenRange};
-use kvferry_plan::{ChunkMap, check_pages};
+use kvferry_plan::ChunkMap;
 
 use crate::Broker;
 use crate::ended::Memory;
 use crate::faults;
-use crate::io::{JobId, Micros, PeerAddress, Tally};
-use crate::jobs::Job;
-use crate::judged::Judgement;
+use crate::io::{JobId, Micros, PeerAddress};
 use crate::pages::Held;
-use crate::peer::{Announce, Body, EngineId, FetchState, Offer, PartState};
+use crate::peer::{Body, EngineId, FetchState, PartState};
 use crate::publishes::PublishKey;
 use crate::ranks::RankLife;
 use crate::timers::Timer;

@@ -12,21 +12,19 @@ pub(crate) use calls::check_id;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kvferry_control::{Answer, Event, Fault, Fetch as FetchCall, MAX_TRANSFER_ID, TransferId};
+use kvferry_control::{Fault, TransferId};
 use kvferry_handshake::{Code, PageLists, TokenRange};
 
 use crate::Broker;
 use crate::ended::Memory;
-use crate::faults;
-use crate::io::{JobId, Micros, Output, Record, SessionId};
+use crate::io::{JobId, Micros};
 use crate::links::{LinkKey, Terms};
 use crate::pages::Held;
-use crate::peer::{Body, FetchState, Side};
+use crate::peer::FetchState;
 use crate::ranks::RankLife;
 use crate::regions::Regions;
 use crate::reports::Tallies;
-use crate::siblings::{Attempts, of_id};
-use crate::source::parse_source;
+use crate::siblings::Attempts;
 use crate::timers::Timer;
 use crate::wanted::{Heard, Wanted};
 

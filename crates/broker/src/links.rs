@@ -10,16 +10,15 @@ mod answers;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use kvferry_control::{Event, Fault};
-use kvferry_handshake::{Code, Envelope, Mismatch, Outcome, Policy, Verdict};
+use kvferry_control::Fault;
+use kvferry_handshake::{Code, Envelope, Outcome, Policy};
 use kvferry_plan::LinkPlan;
 
 use crate::Broker;
 use crate::faults::from_peer;
 use crate::io::{Micros, PeerAddress};
 use crate::judged::Judgement;
-use crate::peer::{Body, EngineId, LinkAnswer, Seat};
-use crate::source::parse_address;
+use crate::peer::{Body, EngineId};
 use crate::timers::Timer;
 
 /// First pause before asking again; it doubles up to an eighth of the deadline.
@@ -329,4 +328,3 @@ pub(crate) fn outcome_word(outcome: Outcome) -> &'static str {
         Outcome::Refused => "refused",
     }
 }
-

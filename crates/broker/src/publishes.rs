@@ -8,8 +8,8 @@ mod checks;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvferry_control::{Answer, Event, Fault, MAX_METADATA, Publish as PublishCall, TransferId};
-use kvferry_handshake::{ABSENT, Code, Envelope, PageLists, Ready};
+use kvferry_control::{Answer, Event, Fault, Publish as PublishCall, TransferId};
+use kvferry_handshake::{Code, Ready};
 
 use crate::Broker;
 use crate::announced::PartKey;
@@ -19,7 +19,7 @@ use crate::fetches::check_id;
 use crate::io::{Micros, Output, Record, SessionId};
 use crate::pages::Held;
 use crate::peer::{EngineId, Side};
-use crate::ranks::{Rank, RankLife};
+use crate::ranks::RankLife;
 use crate::regions::Regions;
 use crate::reports::Tallies;
 use crate::servings::Serving;

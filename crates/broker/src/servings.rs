@@ -8,10 +8,9 @@ use kvferry_handshake::{Code, Ready};
 use crate::Broker;
 use crate::announced::{Part, PartKey, Stage};
 use crate::faults::{for_sibling, with};
-use crate::io::{DataCommand, JobId, Micros};
+use crate::io::{DataCommand, Micros};
 use crate::peer::EngineId;
 use crate::publishes::{Publish, PublishKey};
-use crate::timers::Timer;
 use crate::wanted::{check_length, check_state};
 
 #[derive(Debug)]
