@@ -30,6 +30,8 @@ pub struct Broker {
     pub(crate) shutting_down: bool,
     outputs: VecDeque<Output>,
     pub(crate) timers: Timers,
+    /// A peer that is being given up: nothing is said to it, for that would call it back.
+    pub(crate) given_up: Option<PeerAddress>,
     /// Lives of the peers that are up.
     pub(crate) peers: BTreeMap<PeerAddress, u64>,
     pub(crate) pages: PageBudget,
@@ -56,6 +58,7 @@ impl Broker {
             shutting_down: false,
             outputs: VecDeque::new(),
             timers: Timers::default(),
+            given_up: None,
             peers: BTreeMap::new(),
             pages: PageBudget::new(limits.pages, limits.pages_per_transfer),
             ranks: Ranks::default(),
@@ -184,6 +187,9 @@ impl Broker {
 
     /// Says something about life `to` of the peer; 0 for any.
     pub(crate) fn say(&mut self, peer: &PeerAddress, to: u64, mut body: Body) {
+        if self.given_up.as_ref() == Some(peer) {
+            return;
+        }
         body.clamp();
         self.emit(Output::Send {
             peer: peer.clone(),

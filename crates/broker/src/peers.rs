@@ -33,11 +33,13 @@ impl Broker {
 
     /// Everything that is under way with the peer fails; engines stay.
     fn lose_peer(&mut self, peer: &PeerAddress, cause: &Fault) {
+        self.given_up = Some(peer.clone());
         self.lose_home(peer, cause);
         self.lose_seats(peer);
         self.lose_links(peer, cause);
         self.lose_sources(peer, cause);
         self.lose_fetchers(peer, cause);
+        self.given_up = None;
     }
 
     pub(crate) fn peer_said(&mut self, peer: PeerAddress, incarnation: u64, message: PeerMessage) {

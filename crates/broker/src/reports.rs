@@ -6,9 +6,6 @@ use kvferry_control::{Path, Report};
 
 use crate::io::{Micros, PeerAddress, Tally};
 
-/// Least time between two progress events of one transfer.
-pub(crate) const PROGRESS_EVERY: Micros = 250_000;
-
 /// Sums over the jobs of one transfer on one side.
 #[derive(Debug, Default)]
 pub(crate) struct Tallies {

@@ -8,18 +8,17 @@ use kvferry_handshake::{Code, Ready};
 use crate::Broker;
 use crate::announced::{Part, PartKey, Stage};
 use crate::faults::{for_sibling, with};
-use crate::io::{DataCommand, JobId, Micros};
+use crate::io::{DataCommand, Micros};
 use crate::peer::EngineId;
 use crate::publishes::{Publish, PublishKey};
-use crate::timers::Timer;
 use crate::wanted::{check_length, check_state};
 
 #[derive(Debug)]
 pub(crate) struct Serving {
     /// Ranks of the decode engine; 0 while none has come.
-    of: u32,
+    pub(crate) of: u32,
     /// Decode ranks that fetch, or did.
-    taken: BTreeMap<u32, PartKey>,
+    pub(crate) taken: BTreeMap<u32, PartKey>,
     /// Decode ranks that have everything.
     delivered: BTreeSet<u32>,
     pub(crate) progress: Micros,
@@ -83,43 +82,6 @@ impl Publish {
         open.filter(|(_, serving)| serving.progress.max(self.stepped) + deadline <= now)
             .map(|(engine, _)| engine.clone())
             .collect()
-    }
-
-    /// Phase, peers and bytes done, for causes.
-    pub(crate) fn standing(&self) -> String {
-        let mut serving = Vec::new();
-        for (engine, serving_it) in self
-            .servings
-            .iter()
-            .filter(|(_, serving)| serving.outcome.is_none())
-        {
-            let missing: Vec<String> = (0..serving_it.of)
-                .filter(|rank| !serving_it.taken.contains_key(rank))
-                .take(8)
-                .map(|rank| rank.to_string())
-                .collect();
-            let doing = if missing.is_empty() {
-                "moving to it".to_owned()
-            } else {
-                format!("waiting for the fetch of its rank {}", missing.join(", "))
-            };
-            serving.push(format!("engine {} at {}: {doing}", engine.name, engine.home));
-        }
-        let phase = if self.end().is_none() {
-            "not final yet"
-        } else {
-            "final"
-        };
-        let serving = if serving.is_empty() {
-            "waiting for a decode engine".to_owned()
-        } else {
-            serving.join(", ")
-        };
-        format!(
-            "publish, {phase}, {} tokens ready; {serving}; {} bytes done",
-            self.ready.tokens,
-            self.tallies.bytes()
-        )
     }
 
     /// Takes a decode rank in; true for the first of its engine.
@@ -288,53 +250,6 @@ impl Broker {
         let parts = self.publishes.get(key).map(|publish| publish.parts.clone());
         for part in parts.unwrap_or_default() {
             self.advance_part(&part, pages_changed);
-        }
-    }
-
-    /// Bytes of one part left.
-    pub(crate) fn part_moved(&mut self, key: &PartKey, job: JobId, bytes: u64) {
-        let now = self.now;
-        let Some(part) = self.announced.get_mut(key).filter(|part| part.job == Some(job)) else {
-            return;
-        };
-        part.bytes = bytes;
-        let (publish_key, decode) = (part.publish_key(key), part.decode.clone());
-        let Some(publish) = self.publishes.get_mut(&publish_key) else {
-            return;
-        };
-        if let Some(serving) = publish.servings.get_mut(&decode) {
-            serving.progress = now;
-        }
-        let due = publish.told + crate::reports::PROGRESS_EVERY;
-        if now < due {
-            // Held back, not dropped: nothing more may come for long.
-            return self.timers.hasten(Timer::PublishNews(publish_key), due);
-        }
-        self.tell_publish_progress(&publish_key);
-    }
-
-    pub(crate) fn tell_publish_progress(&mut self, key: &PublishKey) {
-        let now = self.now;
-        let Some(publish) = self.publishes.get_mut(key) else {
-            return;
-        };
-        publish.told = now;
-        let mut event = (publish.tallies.bytes(), publish.tallies.bytes());
-        for part in publish.parts.iter().filter_map(|key| self.announced.get(key)) {
-            // Of closed jobs, the tallies know.
-            if part.job.is_some() {
-                event = (event.0 + part.bytes, event.1 + part.total);
-            }
-        }
-        if let Some(session) = self.ranks.session(key.0) {
-            self.event(
-                session,
-                Event::Progress {
-                    transfer: key.1.clone(),
-                    bytes: event.0,
-                    total: event.1,
-                },
-            );
         }
     }
 

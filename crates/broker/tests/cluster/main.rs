@@ -4,6 +4,7 @@
 
 mod attaching;
 mod bounds;
+mod coverage;
 mod data;
 mod ending;
 mod engines;
@@ -13,6 +14,8 @@ mod ledger;
 mod linking;
 mod meeting;
 mod scene;
+mod serving;
 mod sim;
 mod storm;
+mod waiting;
 mod wire;

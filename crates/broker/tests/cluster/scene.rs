@@ -4,7 +4,7 @@ use kvferry_broker::{Body, PeerMessage};
 use kvferry_control::{Event, Fault, TransferId};
 use kvferry_handshake::{Code, Ready, Role};
 
-use crate::engines::tokens;
+use crate::engines::{id, tokens};
 use crate::geometry::envelope;
 use crate::sim::Cluster;
 
@@ -32,6 +32,23 @@ pub(crate) fn decode_engine(cluster: &mut Cluster, name: &str, nodes: &[usize]) 
 
 pub(crate) fn tp(nodes: &[usize]) -> u32 {
     u32::try_from(nodes.len()).unwrap()
+}
+
+/// Both engines on two daemons each, the transfer published, fetched and stalled.
+pub(crate) fn under_way() -> (Cluster, usize, usize) {
+    let mut cluster = Cluster::new(1, 3);
+    cluster.stall();
+    let (p, d) = pair(&mut cluster, &[0, 1], &[2, 1]);
+    cluster.publish_all(p, &id("a", 0), 17);
+    cluster.fetch_all(d, p, &id("a", 0), 17);
+    cluster.run_for(MOMENT);
+    (cluster, p, d)
+}
+
+pub(crate) fn assert_codes(cluster: &Cluster, engine: usize, codes: &[Code]) {
+    let found = cluster.codes_of(engine, &id("a", 0));
+    let wanted: Vec<Option<Code>> = codes.iter().copied().map(Some).collect();
+    assert_eq!(found, wanted);
 }
 
 impl Cluster {

@@ -1,0 +1,229 @@
+//! Announcements of fetches, at the prefill side: what can wait here for its publish is taken in.
+
+use kvferry_control::{Fault, TransferId};
+use kvferry_handshake::Code;
+use kvferry_plan::{ChunkMap, check_pages};
+
+use crate::Broker;
+use crate::announced::{Part, PartKey, Stage};
+use crate::faults;
+use crate::fetches::check_id;
+use crate::io::PeerAddress;
+use crate::judged::Judgement;
+use crate::pages::Held;
+use crate::peer::{Announce, Body, Offer, PartState, Side};
+use crate::publishes::PublishKey;
+use crate::ranks::RankLife;
+use crate::timers::Timer;
+
+impl Broker {
+    pub(crate) fn on_announce(&mut self, peer: &PeerAddress, incarnation: u64, announce: Announce) {
+        let mut announce = announce;
+        let offers = std::mem::take(&mut announce.offers);
+        let mut pages = None;
+        for offer in offers {
+            let key = PartKey {
+                peer: peer.clone(),
+                incarnation,
+                fetch: announce.fetch,
+                life: RankLife(offer.life),
+            };
+            if let Some(part) = self.announced.get_mut(&key) {
+                part.heard = self.now;
+                self.tell_part_state(&key, 0);
+                continue;
+            }
+            let state = match self.consider(&key, &announce, offer, &mut pages) {
+                Ok(part) => {
+                    self.accept_part(key, part);
+                    continue;
+                }
+                Err(state) => state,
+            };
+            self.say(
+                peer,
+                incarnation,
+                Body::PartState {
+                    fetch: announce.fetch,
+                    rank: offer.rank,
+                    serial: 0,
+                    state,
+                },
+            );
+        }
+    }
+
+    /// Whether an announced fetch can wait here for its publish.
+    fn consider(
+        &mut self,
+        key: &PartKey,
+        announce: &Announce,
+        offer: Offer,
+        pages: &mut Option<Held>,
+    ) -> Result<Part, PartState> {
+        if let Some(cause) = self.announced.ended.get(key) {
+            return Err(PartState::Failed(cause.clone()));
+        }
+        let rank = self.ranks.live(key.life).filter(|rank| rank.rank == offer.rank);
+        if rank.is_none_or(|rank| rank.engine.as_ref() != Some(&announce.engine)) {
+            return Err(PartState::Stale);
+        }
+        let Some(judged) = self.judgements.get(&announce.engine, &announce.decode) else {
+            return Err(PartState::NeedsLink);
+        };
+        self.consider_fetch(key, announce, offer, &judged, pages)
+            .map_err(PartState::Failed)
+    }
+
+    fn consider_fetch(
+        &mut self,
+        key: &PartKey,
+        announce: &Announce,
+        offer: Offer,
+        judged: &Judgement,
+        pages: &mut Option<Held>,
+    ) -> Result<Part, Fault> {
+        if self.shutting_down {
+            return Err(faults::shutting_down());
+        }
+        let Some((plan, digest)) = &judged.plan else {
+            return Err(Fault {
+                mismatches: judged.verdict.mismatches.clone(),
+                ..Fault::new(Code::LinkRefused, "this daemon refuses the pair of engines")
+            });
+        };
+        if *digest != announce.digest {
+            return Err(Fault::new(
+                Code::VerdictsDiffer,
+                "this daemon has another plan for the pair",
+            ));
+        }
+        let most = self.config.limits.announced_per_peer;
+        if self
+            .announced
+            .per_peer
+            .get(&key.peer)
+            .is_some_and(|count| *count >= most)
+        {
+            return Err(Fault::new(
+                Code::OverLimit,
+                format!("{most} fetches of ranks at {} wait or move here", key.peer.0),
+            ));
+        }
+        check_id(&announce.transfer)?;
+        let (tokens, least) = (announce.tokens, announce.least);
+        if tokens.from > least || least > tokens.to {
+            return Err(Fault::new(
+                Code::TokensInvalid,
+                format!("{tokens:?}, at least to {least}"),
+            ));
+        }
+        let held = match pages {
+            Some(held) => held.clone(),
+            None => {
+                // Once an announcement: its ranks share the lists.
+                self.pages.check(&announce.pages)?;
+                check_pages(
+                    &judged.envelope,
+                    announce.decode_rank,
+                    &announce.pages,
+                    tokens.to,
+                    true,
+                )
+                .map_err(faults::from_plan)?;
+                pages.insert(self.pages.take(announce.pages.clone())?).clone()
+            }
+        };
+        let map = if plan.targets(offer.rank).contains(&announce.decode_rank) {
+            let lists = held.lists.clone();
+            let map = ChunkMap::new(plan, offer.rank, announce.decode_rank, tokens, lists);
+            Some(map.map_err(faults::from_plan)?)
+        } else {
+            None
+        };
+        let total = map.as_ref().map_or(0, ChunkMap::total_bytes);
+        self.check_path(&key.peer, total)?;
+        if total > 0 && offer.slot.is_none() && !self.is_own(&key.peer) {
+            return Err(Fault::new(
+                Code::ProtocolViolation,
+                format!("{total} bytes are to be sent, but no slot is named"),
+            ));
+        }
+        let publish_key = (key.life, announce.transfer.clone());
+        self.check_attempt(&publish_key)?;
+        Ok(Part {
+            transfer: announce.transfer.clone(),
+            rank: offer.rank,
+            decode: announce.decode.clone(),
+            decode_rank: announce.decode_rank,
+            decode_ranks: u32::try_from(judged.envelope.ranks.len()).unwrap_or(u32::MAX),
+            decode_envelope: judged.envelope.clone(),
+            tokens,
+            least,
+            pages: held,
+            slot: offer.slot,
+            map,
+            total,
+            bytes: 0,
+            job: None,
+            stage: Stage::Waiting,
+            delivered: false,
+            heard: self.now,
+        })
+    }
+
+    /// Fetches of attempts that are over come too late.
+    fn check_attempt(&self, key: &PublishKey) -> Result<(), Fault> {
+        match self.publishes.ended(key) {
+            Some(Some(cause)) => return Err(cause.clone()),
+            Some(None) => {
+                return Err(Fault::new(
+                    Code::TransferExists,
+                    "the publish was delivered to all that it serves",
+                ));
+            }
+            None => {}
+        }
+        if self.publishes.get(key).is_some() {
+            return Ok(());
+        }
+        let (life, transfer) = key;
+        let open = self.publishes.attempts_of(*life, &transfer.id);
+        let waiting = self.announced.attempts_of(*life, &transfer.id);
+        // Several engines may wait for one attempt.
+        let above = open.chain(waiting).filter(|attempt| *attempt > transfer.attempt);
+        self.publishes.attempts.check(*life, transfer, above)?;
+        self.check_siblings(*life, Side::Publish, transfer)
+    }
+
+    fn accept_part(&mut self, key: PartKey, part: Part) {
+        let publish_key = part.publish_key(&key);
+        self.announced.insert(key.clone(), part);
+        self.timers
+            .set(Timer::Part(key.clone()), self.now + self.interval());
+        self.supersede_publishes(&publish_key);
+        if self.publishes.get(&publish_key).is_some() {
+            self.bind_part(&key);
+        } else {
+            self.tell_part_state(&key, 0);
+        }
+    }
+
+    pub(crate) fn bind_waiting(&mut self, key: &PublishKey) {
+        let waiting = self.announced.waiting.get(key).cloned().unwrap_or_default();
+        for part in waiting {
+            self.bind_part(&part);
+        }
+    }
+
+    /// Fetches that wait for a lower attempt.
+    pub(crate) fn supersede_waiting(&mut self, life: RankLife, transfer: &TransferId, cause: &Fault) {
+        let lower: Vec<PartKey> = crate::siblings::of_id(&self.announced.waiting, life, &transfer.id)
+            .filter(|(other, _)| other.attempt < transfer.attempt)
+            .flat_map(|(_, keys)| keys.iter().cloned())
+            .collect();
+        for key in lower {
+            self.part_failed_here(&key, cause);
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! Bytes that moved: they keep transfers alive, and ranks are told a few times a second.
+
+use kvferry_control::Event;
+
+use crate::Broker;
+use crate::announced::PartKey;
+use crate::fetches::Stage;
+use crate::io::{JobId, Micros};
+use crate::publishes::PublishKey;
+use crate::timers::Timer;
+
+/// Least time between two progress events of one transfer.
+const PROGRESS_EVERY: Micros = 250_000;
+
+impl Broker {
+    /// Bytes of one part landed.
+    pub(crate) fn fetch_moved(&mut self, number: u64, rank: u32, bytes: u64) {
+        let now = self.now;
+        let Some(fetch) = self.fetches.get_mut(number) else {
+            return;
+        };
+        let Some(part) = fetch.parts.get_mut(&rank) else {
+            return;
+        };
+        part.bytes = bytes;
+        fetch.progress = now;
+        let due = fetch.told + PROGRESS_EVERY;
+        if now < due {
+            // Held back, not dropped: nothing more may come for long.
+            return self.timers.hasten(Timer::FetchNews(number), due);
+        }
+        self.tell_fetch_progress(number);
+    }
+
+    pub(crate) fn tell_fetch_progress(&mut self, number: u64) {
+        let now = self.now;
+        let Some(fetch) = self.fetches.get_mut(number) else {
+            return;
+        };
+        if matches!(fetch.stage, Stage::Ending(_)) {
+            return;
+        }
+        fetch.told = now;
+        let event = Event::Progress {
+            transfer: fetch.transfer.clone(),
+            bytes: fetch.parts.values().map(|part| part.bytes).sum(),
+            total: fetch.parts.values().map(|part| part.total).sum(),
+        };
+        if let Some(session) = self.fetch_session(number) {
+            self.event(session, event);
+        }
+    }
+
+    /// Bytes of one part left.
+    pub(crate) fn part_moved(&mut self, key: &PartKey, job: JobId, bytes: u64) {
+        let now = self.now;
+        let Some(part) = self.announced.get_mut(key).filter(|part| part.job == Some(job)) else {
+            return;
+        };
+        part.bytes = bytes;
+        let (publish_key, decode) = (part.publish_key(key), part.decode.clone());
+        let Some(publish) = self.publishes.get_mut(&publish_key) else {
+            return;
+        };
+        if let Some(serving) = publish.servings.get_mut(&decode) {
+            serving.progress = now;
+        }
+        let due = publish.told + PROGRESS_EVERY;
+        if now < due {
+            // Held back, not dropped: nothing more may come for long.
+            return self.timers.hasten(Timer::PublishNews(publish_key), due);
+        }
+        self.tell_publish_progress(&publish_key);
+    }
+
+    pub(crate) fn tell_publish_progress(&mut self, key: &PublishKey) {
+        let now = self.now;
+        let Some(publish) = self.publishes.get_mut(key) else {
+            return;
+        };
+        publish.told = now;
+        let mut event = (publish.tallies.bytes(), publish.tallies.bytes());
+        for part in publish.parts.iter().filter_map(|key| self.announced.get(key)) {
+            // Of closed jobs, the tallies know.
+            if part.job.is_some() {
+                event = (event.0 + part.bytes, event.1 + part.total);
+            }
+        }
+        if let Some(session) = self.ranks.session(key.0) {
+            self.event(
+                session,
+                Event::Progress {
+                    transfer: key.1.clone(),
+                    bytes: event.0,
+                    total: event.1,
+                },
+            );
+        }
+    }
+}

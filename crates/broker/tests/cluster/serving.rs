@@ -1,0 +1,222 @@
+//! Whom a publish serves: attempts, several engines, leases, hints.
+
+use kvferry_control::Event;
+use kvferry_handshake::{Code, Ready};
+
+use crate::engines::{id, tokens};
+use crate::scene::{MOMENT, assert_codes, decode_engine, pair, under_way};
+use crate::sim::{Cluster, LEASE};
+
+#[test]
+fn a_higher_attempt_takes_the_lower_ones_place_whoever_brings_it() {
+    // The publisher.
+    let (mut cluster, p, d) = under_way();
+    cluster.publish_all(p, &id("a", 1), 17);
+    cluster.run_for(MOMENT);
+    assert_codes(&cluster, p, &[Code::Superseded; 2]);
+    assert_codes(&cluster, d, &[Code::Superseded; 2]);
+    // The fetching engine.
+    let (mut cluster, p, d) = under_way();
+    cluster.fetch_all(d, p, &id("a", 1), 17);
+    cluster.run_for(MOMENT);
+    assert_codes(&cluster, p, &[Code::Superseded; 2]);
+    assert_codes(&cluster, d, &[Code::Superseded; 2]);
+    // The new attempt is not harmed by the end of the old one.
+    cluster.unstall();
+    cluster.publish_all(p, &id("a", 1), 17);
+    cluster.run_for(MOMENT);
+    assert!(cluster.all_delivered(d, &id("a", 1)) && cluster.all_delivered(p, &id("a", 1)));
+    // The publisher lags behind a fetch that waits for the next attempt.
+    cluster.fetch_all(d, p, &id("b", 1), 4);
+    cluster.run_for(MOMENT);
+    let rank = cluster.ranks_of(p)[0];
+    let call = cluster
+        .publish(rank, &id("b", 0), 4, Ready::complete(4), 1, None)
+        .unwrap();
+    assert_eq!(cluster.refusal(rank, call), Code::StaleAttempt);
+    // A fetch lags behind the publish, and one waits for an attempt that is skipped.
+    cluster.publish_all(p, &id("c", 1), 4);
+    cluster.fetch_all(d, p, &id("c", 0), 4);
+    cluster.fetch_all(d, p, &id("d", 0), 4);
+    cluster.run_for(MOMENT);
+    cluster.publish_all(p, &id("d", 1), 4);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.codes_of(d, &id("c", 0)), [Some(Code::StaleAttempt); 2]);
+    assert_eq!(cluster.codes_of(d, &id("d", 0)), [Some(Code::Superseded); 2]);
+}
+
+#[test]
+fn a_publish_serves_as_many_engines_as_it_says() {
+    let mut cluster = Cluster::new(1, 3);
+    let (p, d) = pair(&mut cluster, &[0, 1], &[2, 1]);
+    let e = decode_engine(&mut cluster, "e", &[0]);
+    let f = decode_engine(&mut cluster, "f", &[0]);
+    let transfer = id("a", 0);
+    for rank in cluster.ranks_of(p) {
+        cluster.publish(rank, &transfer, 17, Ready::complete(17), 2, None);
+    }
+    cluster.fetch_all(d, p, &transfer, 17);
+    cluster.run_for(MOMENT);
+    assert!(cluster.all_delivered(d, &transfer));
+    assert_eq!(
+        cluster.codes_of(p, &transfer),
+        [None, None],
+        "it waits for the second"
+    );
+    cluster.fetch_all(e, p, &transfer, 17);
+    cluster.run_for(MOMENT);
+    assert!(cluster.all_delivered(e, &transfer) && cluster.all_delivered(p, &transfer));
+    for rank in cluster.ranks_of(p) {
+        assert_eq!(
+            cluster.events_like(rank, |event| matches!(event, Event::Matched { .. })),
+            2
+        );
+    }
+    cluster.fetch_all(f, p, &transfer, 17);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.codes_of(f, &transfer), [Some(Code::TransferExists)]);
+}
+
+#[test]
+fn one_engine_too_many_is_refused_and_the_first_is_not_harmed() {
+    let mut cluster = Cluster::new(1, 3);
+    cluster.stall();
+    let (p, d) = pair(&mut cluster, &[0], &[1]);
+    let e = decode_engine(&mut cluster, "e", &[2]);
+    let transfer = id("a", 0);
+    cluster.publish_all(p, &transfer, 17);
+    cluster.fetch_all(d, p, &transfer, 17);
+    cluster.run_for(MOMENT);
+    cluster.fetch_all(e, p, &transfer, 17);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.codes_of(e, &transfer), [Some(Code::TransferExists)]);
+    assert_eq!(cluster.codes_of(d, &transfer), [None]);
+    assert_eq!(cluster.codes_of(p, &transfer), [None]);
+}
+
+#[test]
+fn of_two_engines_one_may_fail_and_the_other_is_served() {
+    let mut cluster = Cluster::new(1, 3);
+    let (p, d) = pair(&mut cluster, &[0], &[1]);
+    let e = decode_engine(&mut cluster, "e", &[2]);
+    let transfer = id("a", 0);
+    let rank = cluster.ranks_of(p)[0];
+    cluster.publish(
+        rank,
+        &transfer,
+        17,
+        Ready {
+            tokens: 4,
+            ..Ready::default()
+        },
+        2,
+        None,
+    );
+    cluster.fetch_all(d, p, &transfer, 17);
+    cluster.fetch_all(e, p, &transfer, 17);
+    cluster.run_for(MOMENT);
+    cluster.abort(cluster.ranks_of(d)[0], &transfer);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.codes_of(p, &transfer), [None]);
+    cluster.publish(rank, &transfer, 17, Ready::complete(17), 2, None);
+    cluster.run_for(MOMENT);
+    assert!(cluster.all_delivered(e, &transfer));
+    assert_eq!(
+        cluster.codes_of(p, &transfer),
+        [Some(Code::Aborted)],
+        "not all that it serves have it"
+    );
+}
+
+#[test]
+fn an_unmatched_publish_is_kept_for_its_lease_which_expect_renews_and_decline_ends() {
+    let mut cluster = Cluster::new(1, 3);
+    let (p, d) = pair(&mut cluster, &[0, 1], &[2]);
+    let decode = cluster.ranks_of(d)[0];
+    for name in ["plain", "expected", "declined"] {
+        cluster.publish_all(p, &id(name, 0), 4);
+    }
+    cluster.run_for(LEASE / 2);
+    cluster.hint(decode, p, &id("expected", 0), false);
+    cluster.hint(decode, p, &id("declined", 0), true);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.codes_of(p, &id("declined", 0)), [Some(Code::Declined); 2]);
+    cluster.run_for(LEASE / 2);
+    assert_eq!(
+        cluster.codes_of(p, &id("plain", 0)),
+        [Some(Code::LeaseExpired); 2]
+    );
+    assert_eq!(cluster.codes_of(p, &id("expected", 0)), [None; 2]);
+    cluster.run_for(LEASE / 2);
+    assert_eq!(
+        cluster.codes_of(p, &id("expected", 0)),
+        [Some(Code::LeaseExpired); 2]
+    );
+    // Who comes late is told why.
+    cluster.fetch_all(d, p, &id("plain", 0), 4);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.codes_of(d, &id("plain", 0)), [Some(Code::LeaseExpired)]);
+}
+
+#[test]
+fn a_step_renews_the_lease() {
+    let mut cluster = Cluster::new(1, 1);
+    let (p, _) = pair(&mut cluster, &[0], &[0]);
+    let rank = cluster.ranks_of(p)[0];
+    cluster.publish(rank, &id("a", 0), 8, Ready::default(), 1, None);
+    cluster.run_for(LEASE / 2);
+    cluster.publish(rank, &id("a", 0), 8, Ready::default(), 1, None);
+    cluster.run_for(LEASE * 3 / 4);
+    assert_eq!(cluster.code_of(rank, &id("a", 0)), None);
+    cluster.run_for(LEASE / 2);
+    assert_eq!(cluster.code_of(rank, &id("a", 0)), Some(Code::LeaseExpired));
+}
+
+#[test]
+fn a_decline_that_comes_first_is_remembered_unless_it_is_taken_back() {
+    let mut cluster = Cluster::new(1, 3);
+    let (p, d) = pair(&mut cluster, &[0, 1], &[2]);
+    let e = decode_engine(&mut cluster, "e", &[2]);
+    let (decode, other) = (cluster.ranks_of(d)[0], cluster.ranks_of(e)[0]);
+    for name in ["a", "b", "c"] {
+        cluster.hint(decode, p, &id(name, 0), true);
+        cluster.run_for(MOMENT);
+    }
+    cluster.hint(decode, p, &id("b", 0), false);
+    // A second decline of the same engine is none of another's.
+    cluster.hint(decode, p, &id("c", 0), true);
+    cluster.run_for(MOMENT);
+    cluster.publish_all(p, &id("a", 0), 4);
+    cluster.publish_all(p, &id("b", 0), 4);
+    for rank in cluster.ranks_of(p) {
+        cluster.publish(rank, &id("c", 0), 4, Ready::complete(4), 2, None);
+    }
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.codes_of(p, &id("a", 0)), [Some(Code::Declined); 2]);
+    assert_eq!(cluster.codes_of(p, &id("b", 0)), [None; 2]);
+    assert_eq!(cluster.codes_of(p, &id("c", 0)), [None; 2]);
+    cluster.fetch(other, p, &id("c", 0), tokens(0, 4), 4);
+    cluster.run_for(MOMENT);
+    assert!(
+        cluster.all_delivered(p, &id("c", 0)),
+        "the one that did not decline has it"
+    );
+    // Who declined is not served after all.
+    cluster.hint(decode, p, &id("d", 0), true);
+    cluster.run_for(MOMENT);
+    for rank in cluster.ranks_of(p) {
+        cluster.publish(rank, &id("d", 0), 4, Ready::complete(4), 2, None);
+    }
+    cluster.fetch(decode, p, &id("d", 0), tokens(0, 4), 4);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.code_of(decode, &id("d", 0)), Some(Code::Declined));
+}
+
+#[test]
+fn a_decline_of_what_is_being_fetched_is_too_late() {
+    let (mut cluster, p, d) = under_way();
+    cluster.hint(cluster.ranks_of(d)[0], p, &id("a", 0), true);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.codes_of(p, &id("a", 0)), [None; 2]);
+    cluster.unstall();
+}
