@@ -130,6 +130,7 @@ impl Daemon {
             incarnation: addresses.incarnation,
             data_host: Some(addresses.data.ip()).filter(|ip| !ip.is_unspecified()),
             tls,
+            encrypts_lanes: config.encrypt_lanes,
             timeout: config.peer_timeout,
             driver: peer_events,
         });

@@ -214,6 +214,7 @@ impl Driver {
             }
             Call::Attach { envelope, rank, .. } => {
                 let engine: String = envelope.identity.engine.chars().take(256).collect();
+                let engine = record::printable(&engine);
                 seated.attaching = Some((number, format!("{engine}/{rank}")));
             }
             _ => {}

@@ -79,7 +79,11 @@ async fn run(config: Config) -> anyhow::Result<()> {
         _ = interrupted.recv() => tracing::info!(grace_ms = grace.as_millis(), "SIGINT: draining"),
         () = daemon.failed() => anyhow::bail!("the driver ended; this is a defect, please report it"),
     }
-    daemon.shutdown(grace).await;
+    tokio::select! {
+        () = daemon.shutdown(grace) => {}
+        _ = terminated.recv() => anyhow::bail!("ended at once by a second signal"),
+        _ = interrupted.recv() => anyhow::bail!("ended at once by a second signal"),
+    }
     tracing::info!("kvferryd has ended");
     Ok(())
 }

@@ -4,6 +4,19 @@ use kvferry_broker::{PeerAddress, Record};
 use kvferry_control::PeerStatus;
 use kvferry_dataplane::PeerTraffic;
 
+/// Text from outside as it may stand in a log: on one line.
+pub(crate) fn printable(text: &str) -> String {
+    text.chars()
+        .map(|c| {
+            if c.is_control() {
+                char::REPLACEMENT_CHARACTER
+            } else {
+                c
+            }
+        })
+        .collect()
+}
+
 /// One line for a publish or fetch that ended for one rank.
 pub(crate) fn log(record: &Record) {
     let report = &record.report;
@@ -14,12 +27,12 @@ pub(crate) fn log(record: &Record) {
         .map_or("delivered", |cause| cause.code.name());
     tracing::info!(
         target: "kvferry::transfer",
-        transfer = %record.transfer.id,
+        transfer = %printable(&record.transfer.id),
         attempt = record.transfer.attempt,
         side = record.side,
-        engine = %record.engine,
+        engine = %printable(&record.engine),
         rank = record.rank,
-        peer_engine = %record.peer_engine,
+        peer_engine = %printable(&record.peer_engine),
         peers = %report.peers.join(","),
         paths = ?report.paths,
         tokens = record.tokens,
@@ -30,7 +43,7 @@ pub(crate) fn log(record: &Record) {
         met_us = report.met_us,
         moved_us = report.moved_us,
         cause,
-        why = record.cause.as_ref().map(|cause| cause.message.as_str()),
+        why = record.cause.as_ref().map(|cause| printable(&cause.message)),
         "transfer ended"
     );
 }

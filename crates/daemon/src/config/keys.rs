@@ -185,7 +185,7 @@ pub(super) const KEYS: &[Key] = &[
         name: "encrypt_lanes",
         kind: Kind::Bool,
         doc: "Encrypts the TCP lanes, too, with the certificates of the tls keys; otherwise pages cross the network in \
-              the clear. Set it alike on all daemons.",
+              the clear. Daemons that do not have it alike refuse each other.",
         example: "",
         set: |config, value| boolean(value).map(|encrypt| config.encrypt_lanes = encrypt),
         show: |config| Some(config.encrypt_lanes.to_string()),

@@ -151,7 +151,7 @@ fn check(
     }
     let version = VERSIONS.common(hello.versions).map_err(|none| {
         let us = format!("{} (kvferryd {})", shared.address, env!("CARGO_PKG_VERSION"));
-        let message = format!("{none} (this side: {us}; the other: {address}, kvferryd {release})");
+        let message = format!("{none} (this side: {us}; the other: {address:?}, kvferryd {release:?})");
         Fault::new(Code::ProtocolVersion, message)
     })?;
     let address: Advertised = address
@@ -160,6 +160,7 @@ fn check(
     if shared.tls.is_some() {
         check_name(certificates, &address)?;
     }
+    hello.introduction.check_lanes(shared)?;
     Ok((address, version))
 }
 

@@ -125,6 +125,7 @@ async fn attempt(
                     introduction.address
                 )));
             }
+            introduction.check_lanes(shared)?;
             let data_host = introduction.data_host.unwrap_or(seen.ip());
             let incarnation = introduction.incarnation;
             Ok(Some((
@@ -191,15 +192,4 @@ fn odd(address: &Advertised, how: String) -> Fault {
              neither"
         ),
     )
-}
-
-impl Introduction {
-    pub(crate) fn of(shared: &Shared) -> Introduction {
-        Introduction {
-            address: shared.address.to_string(),
-            incarnation: shared.incarnation,
-            data_host: shared.data_host,
-            release: env!("CARGO_PKG_VERSION").to_owned(),
-        }
-    }
 }

@@ -78,6 +78,7 @@ pub(crate) struct Neighbourhood {
     /// Where our data port is, when it is bound to one address.
     pub(crate) data_host: Option<IpAddr>,
     pub(crate) tls: Option<Tls>,
+    pub(crate) encrypts_lanes: bool,
     /// Silence after which a peer counts as lost.
     pub(crate) timeout: std::time::Duration,
     pub(crate) driver: mpsc::Sender<PeerEvent>,

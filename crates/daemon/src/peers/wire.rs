@@ -6,10 +6,12 @@ use std::net::IpAddr;
 use kvferry_broker::PeerMessage;
 use kvferry_control::{Fault, FrameError};
 use kvferry_dataplane::LaneMessage;
-use kvferry_handshake::{FRAME_HEADER, Versions, WireError, decode};
+use kvferry_handshake::{Code, FRAME_HEADER, Versions, WireError, decode};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt};
+
+use super::Shared;
 
 /// Versions of the peers' protocol that this release speaks.
 pub(crate) const VERSIONS: Versions = Versions {
@@ -38,8 +40,42 @@ pub(crate) struct Introduction {
     pub(crate) incarnation: u64,
     /// Where its data port is; `None`: where the channel comes from or goes to.
     pub(crate) data_host: Option<IpAddr>,
+    /// Whether its lanes are encrypted; both sides must think alike.
+    pub(crate) encrypts_lanes: bool,
     /// Its release, for the log.
     pub(crate) release: String,
+}
+
+impl Introduction {
+    /// Who we are.
+    pub(crate) fn of(shared: &Shared) -> Introduction {
+        Introduction {
+            address: shared.address.to_string(),
+            incarnation: shared.incarnation,
+            data_host: shared.data_host,
+            encrypts_lanes: shared.encrypts_lanes,
+            release: env!("CARGO_PKG_VERSION").to_owned(),
+        }
+    }
+
+    /// Refuses a peer with which no lane would ever open.
+    pub(crate) fn check_lanes(&self, shared: &Shared) -> Result<(), Fault> {
+        if self.encrypts_lanes == shared.encrypts_lanes {
+            return Ok(());
+        }
+        let (ours, theirs) = (shared.address.to_string(), self.address.clone());
+        let (encrypts, does_not) = if self.encrypts_lanes {
+            (theirs, ours)
+        } else {
+            (ours, theirs)
+        };
+        Err(Fault::new(
+            Code::PeerTls,
+            format!(
+                "{encrypts} encrypts lanes and {does_not} does not: set encrypt_lanes alike on both daemons"
+            ),
+        ))
+    }
 }
 
 /// Answer to [`Hello`]. Its form is the same in all versions.
@@ -112,7 +148,6 @@ fn ended<T>(error: io::Error, missing: usize) -> io::Result<Result<Option<T>, Fr
 #[cfg(test)]
 mod tests {
     use kvferry_dataplane::Token;
-    use kvferry_handshake::Code;
 
     use super::*;
 
@@ -142,6 +177,7 @@ mod tests {
             address: "n:1".into(),
             incarnation: 5,
             data_host,
+            encrypts_lanes: true,
             release: "0".into(),
         }
     }
@@ -156,7 +192,7 @@ mod tests {
         let introduced = "0300000000000000 6e3a31 0500000000000000";
         golden(
             &hello,
-            &format!("6b7666657272790a 01000000 01000000 {introduced} 00 0100000000000000 30"),
+            &format!("6b7666657272790a 01000000 01000000 {introduced} 00 01 0100000000000000 30"),
         );
         let welcome = HelloAnswer::Welcome {
             version: 1,
@@ -165,7 +201,7 @@ mod tests {
         let host = "01 00000000 0a000001";
         golden(
             &welcome,
-            &format!("00000000 01000000 {introduced} {host} 0100000000000000 30"),
+            &format!("00000000 01000000 {introduced} {host} 01 0100000000000000 30"),
         );
         golden(&HelloAnswer::Duplicate, "01000000");
         let refused = HelloAnswer::Refused(Fault::new(Code::PeerTls, "no"));

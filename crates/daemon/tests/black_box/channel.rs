@@ -81,6 +81,24 @@ async fn tls_on_one_side_only_is_refused_either_way() {
 }
 
 #[tokio::test]
+async fn daemons_that_do_not_encrypt_alike_refuse_each_other() {
+    let authority = Authority::new();
+    let a = with_tls(authority.issue("a", &["127.0.0.1"])).await;
+    let files = authority.issue("b", &["127.0.0.1"]);
+    let b = Node::start(move |config| {
+        config.tls = Some(files);
+        config.encrypt_lanes = true;
+    })
+    .await;
+    for (from, to) in [(&a, &b), (&b, &a)] {
+        let (code, message) = fetch_fails(from, &to.source("x")).await;
+        assert_eq!(code, Code::PeerTls, "{message}");
+        let b = &b.daemon.addresses().advertised;
+        assert!(message.contains(&format!("{b} encrypts lanes and")), "{message}");
+    }
+}
+
+#[tokio::test]
 async fn a_daemon_has_one_name() {
     let (a, b) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
     let port = b.daemon.addresses().peers.port();
@@ -96,7 +114,8 @@ async fn a_daemon_has_one_name() {
     assert_eq!(code, Code::PeerUnreachable, "{message}");
 }
 
-/// A greeting as the wire has it: length, magic, versions, address, incarnation, no data host, release.
+/// A greeting as the wire has it: length, magic, versions, address, incarnation, no data host, plain
+/// lanes, release.
 fn greeting(versions: (u32, u32), address: &str) -> Vec<u8> {
     let mut hello = b"kvferry\n".to_vec();
     hello.extend(versions.0.to_le_bytes());
@@ -104,7 +123,7 @@ fn greeting(versions: (u32, u32), address: &str) -> Vec<u8> {
     hello.extend((address.len() as u64).to_le_bytes());
     hello.extend(address.as_bytes());
     hello.extend(77u64.to_le_bytes());
-    hello.push(0);
+    hello.extend([0, 0]);
     hello.extend(5u64.to_le_bytes());
     hello.extend(b"9.9.9");
     let mut frame = u32::try_from(hello.len()).unwrap().to_le_bytes().to_vec();

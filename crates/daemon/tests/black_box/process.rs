@@ -155,6 +155,36 @@ async fn signals_drain_and_end_with_0() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_second_signal_ends_it_at_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("kvferryd.sock");
+    let program = Program::start(&socket, &["--grace-ms=3600000"]);
+    let engine = Engine::attach(&socket, "e").await;
+    let publication = engine
+        .rank
+        .publish(engine.publish_of("t", &[1], 4))
+        .await
+        .unwrap();
+    program.signal(Signal::TERM);
+    // Two signals may count as one until the first is taken: then new work is refused.
+    let refused = async {
+        loop {
+            let fetch = engine.fetch_of("kvferry://127.0.0.1:1/x", "late", &[3], 4);
+            match engine.rank.fetch(fetch).await {
+                Err(ClientError::Refused(fault)) if fault.code == Code::Shutdown => return,
+                _ => tokio::time::sleep(Duration::from_millis(5)).await,
+            }
+        }
+    };
+    soon("the refusal of new work", refused).await;
+    program.signal(Signal::INT);
+    assert_eq!(program.exit_code().await, Some(1));
+    soon("the publish's local end", publication.ended())
+        .await
+        .unwrap_err();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_transfer_under_way_may_finish_in_the_grace() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("kvferryd.sock");
