@@ -180,9 +180,7 @@ impl Receiver<'_> {
         arriving.settled = true;
         self.start.peer.traffic.received(header.bytes);
         job.moved(header.bytes, landed.moves, landed.bounced);
-        let complete = job
-            .target()
-            .is_some_and(|mut target| target.landed(header.chunk));
+        let complete = job.target().is_some_and(|mut target| target.landed(header.chunk));
         if complete {
             job.complete();
         }
