@@ -63,7 +63,7 @@ impl Burst {
 /// Bytes that this process may still use: of the machine, and of its container where that has a limit.
 pub(crate) fn memory_available() -> anyhow::Result<u64> {
     let machine = machine_available()?;
-    let container = CONTROL_GROUPS.iter().find_map(|files| container_available(files));
+    let container = CONTROL_GROUPS.iter().find_map(container_available);
     Ok(container.map_or(machine, |container| container.min(machine)))
 }
 
