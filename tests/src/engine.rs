@@ -5,13 +5,13 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use kvferry_client::{
-    ClientError, Delivered, Failed, FetchRequest, Fetching, Notice, Path, Publication, PublishRequest, Rank,
-    TransferId,
+    Client, ClientError, Delivered, Failed, FetchRequest, Fetching, Notice, Path, Publication,
+    PublishRequest, Rank, TransferId,
 };
 use kvferry_handshake::{Envelope, PageLists, Ready, Role, TokenRange};
 
 use crate::memory::Kind;
-use crate::node::Node;
+use crate::node::{Node, Place};
 use crate::pattern::Stamp;
 use crate::pool::Pool;
 use crate::wait::{PATIENCE, until, within};
@@ -90,19 +90,23 @@ impl Stamp {
 impl Engine {
     /// Attaches every rank: rank `r` at node `nodes[r % nodes.len()]`; rank 0's is the home.
     pub async fn attach(envelope: Envelope, nodes: &[&Node], kind: Kind) -> Engine {
+        let places: Vec<Place> = nodes.iter().map(|node| node.place()).collect();
+        Engine::attach_at(envelope, &places, kind).await.unwrap()
+    }
+
+    /// The same, where the daemons may be away.
+    pub async fn attach_at(envelope: Envelope, places: &[Place], kind: Kind) -> Result<Engine, ClientError> {
         let envelope = Arc::new(envelope);
         let mut engine = Engine {
-            home: nodes[0].address().to_owned(),
+            home: places[0].address.clone(),
             envelope: Arc::clone(&envelope),
             ranks: Vec::new(),
         };
-        for (number, node) in (0..).zip(nodes.iter().cycle()).take(envelope.ranks.len()) {
+        for (number, place) in (0..).zip(places.iter().cycle()).take(envelope.ranks.len()) {
             let pool = Pool::new(Arc::clone(&envelope), number, kind, incarnation());
-            let rank = attach_rank(&envelope, number, node, &engine.home).await;
-            let rank = rank.unwrap_or_else(|error| panic!("{} rank {number}: {error}", engine.name()));
+            let rank = attach_at(&envelope, number, place, &engine.home).await?;
             for (region, memory) in pool.regions() {
-                let registered = within(PATIENCE, "register", rank.register(region, memory.region())).await;
-                registered.unwrap_or_else(|error| panic!("{} rank {number}: {error}", engine.name()));
+                within(PATIENCE, "register", rank.register(region, memory.region())).await?;
             }
             engine.ranks.push(EngineRank {
                 notices: collect(&rank),
@@ -110,7 +114,7 @@ impl Engine {
                 pool: Mutex::new(pool),
             });
         }
-        engine
+        Ok(engine)
     }
 
     /// Its name.
@@ -272,14 +276,19 @@ pub async fn attach_rank(
     node: &Node,
     home: &str,
 ) -> Result<Rank, ClientError> {
-    let client = node.client().await;
-    let home = (home != node.address()).then(|| home.to_owned());
-    within(
+    attach_at(envelope, number, &node.place(), home).await
+}
+
+async fn attach_at(envelope: &Envelope, number: u32, place: &Place, home: &str) -> Result<Rank, ClientError> {
+    let client = within(
         PATIENCE,
-        "the answer to attach",
-        client.attach(envelope.clone(), number, home),
+        "connecting",
+        Client::connect_within(&place.socket, PATIENCE / 2),
     )
-    .await
+    .await?;
+    let home = (home != place.address).then(|| home.to_owned());
+    let attached = client.attach(envelope.clone(), number, home);
+    within(PATIENCE, "the answer to attach", attached).await
 }
 
 /// A fetch of one rank.

@@ -12,6 +12,7 @@
 
 pub mod certificates;
 pub mod engine;
+pub mod engine_process;
 pub mod geometry;
 pub mod memory;
 pub mod node;
@@ -20,5 +21,6 @@ pub mod pattern;
 pub mod pool;
 pub mod process;
 pub mod programs;
+pub mod proxy;
 pub mod rows;
 pub mod wait;

@@ -46,6 +46,15 @@ pub struct Node {
     process: Process,
 }
 
+/// Where engines attach; it stays while the node is killed and started again.
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// `host:port` by which peers and routers name the node.
+    pub address: String,
+    /// Its Unix socket.
+    pub socket: PathBuf,
+}
+
 /// Ports of one node.
 #[derive(Clone, Copy, Debug)]
 pub struct Ports {
@@ -223,6 +232,14 @@ impl Node {
     /// Its Unix socket.
     pub fn socket(&self) -> PathBuf {
         self.folder.join("kvferryd.sock")
+    }
+
+    /// Where engines attach.
+    pub fn place(&self) -> Place {
+        Place {
+            address: self.address.clone(),
+            socket: self.socket(),
+        }
     }
 
     /// Its ports.

@@ -1,0 +1,342 @@
+//! Daemons and engines are killed, stopped and cut off at random while transfers go on. Whatever happens: no wrong byte, no
+//! byte after the end, no transfer without an end, and nothing left behind.
+
+#![allow(clippy::unwrap_used, missing_docs)] // a panic here is a failed test
+
+mod harm;
+mod load;
+mod processes;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvferry_client::PublishRequest;
+use kvferry_handshake::{Envelope, Launch, ModelShape, Ready, Role, Stages};
+use kvferry_tests::engine::{Carry, Engine, fetch_request, named, tokens};
+use kvferry_tests::geometry::launch;
+use kvferry_tests::memory::Kind;
+use kvferry_tests::node::{Cluster, Footprint, Node, Options, Place, free_port};
+use kvferry_tests::pattern::Stamp;
+use kvferry_tests::proxy::Proxy;
+use kvferry_tests::wait::{PATIENCE, full, seed, within};
+
+use crate::harm::Harm;
+use crate::load::{Load, Tally};
+use crate::processes::Pair;
+
+/// How long a publish or fetch may take from its call to its end: several deadlines on a loaded machine.
+const LONGEST: Duration = Duration::from_secs(60);
+
+fn model() -> ModelShape {
+    ModelShape::new("four-layers", 4).kv(0..4, 4, 64)
+}
+
+fn envelope(tp: u32, pp: u32) -> Envelope {
+    let launch = Launch {
+        pp: Stages::Even(pp),
+        pool_pages: 300,
+        ..launch(tp, 16)
+    };
+    launch.envelope(&model()).unwrap()
+}
+
+/// Two nodes whose channel runs through the test.
+struct Nodes {
+    nodes: Vec<Node>,
+    proxies: Vec<Proxy>,
+}
+
+impl Nodes {
+    async fn start(cluster: &Cluster, options: Options) -> Nodes {
+        let mut started = Nodes {
+            nodes: Vec::new(),
+            proxies: Vec::new(),
+        };
+        for name in ["a", "b"] {
+            let port = free_port();
+            let proxy = Proxy::start(port);
+            let options = options
+                .clone()
+                .set("peer_listen", format!("\"127.0.0.1:{port}\""))
+                .set("advertise", format!("\"127.0.0.1:{}\"", proxy.port()));
+            started.nodes.push(cluster.start(name, options).await);
+            started.proxies.push(proxy);
+        }
+        started
+    }
+
+    fn places(&self) -> Vec<Place> {
+        self.nodes.iter().map(Node::place).collect()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 3)]
+async fn a_storm() {
+    let seed = seed(20_260_101);
+    let cluster = Cluster::new();
+    let options = Options::default()
+        .set("deadline_ms", 4_000)
+        .set("lease_ms", 4_000)
+        .set("peer_timeout_ms", 2_000)
+        .set("checksum", true)
+        .set("log_level", "\"warn\"");
+    let nodes = Nodes::start(&cluster, options).await;
+    let fresh = footprints(&nodes.nodes).await;
+    let places = nodes.places();
+    let (a, b) = (places[0].clone(), places[1].clone());
+    let lasts = Duration::from_secs(if full() { 600 } else { 30 });
+    let until = Instant::now() + lasts;
+
+    let whole = envelope(1, 1);
+    let loads = [
+        // From one node to the other, back, and on one.
+        Load::new(
+            0,
+            envelope(2, 1),
+            vec![a.clone()],
+            whole.clone(),
+            vec![b.clone()],
+            Kind::Memfd,
+        ),
+        Load::new(
+            1,
+            whole.clone(),
+            vec![b.clone()],
+            envelope(4, 1),
+            vec![a.clone()],
+            Kind::Memfd,
+        ),
+        Load::new(
+            2,
+            envelope(2, 1),
+            vec![a.clone()],
+            whole.clone(),
+            vec![a.clone()],
+            Kind::Memfd,
+        ),
+        // Both engines on both nodes.
+        Load::new(
+            3,
+            envelope(1, 2),
+            vec![a.clone(), b.clone()],
+            envelope(2, 1),
+            vec![b.clone(), a.clone()],
+            Kind::Memfd,
+        ),
+        // Memory of the engines' process.
+        Load::new(
+            4,
+            whole.clone(),
+            vec![b.clone()],
+            whole.clone(),
+            vec![a.clone()],
+            Kind::Process,
+        ),
+    ];
+    let mut harm = Harm::new(nodes, seed);
+    let pairs = [
+        Pair::new(0, whole.clone(), a.clone(), b.clone(), cluster.folder()),
+        Pair::new(1, whole.clone(), b.clone(), b.clone(), cluster.folder()),
+    ];
+    let mut tasks = Vec::new();
+    for (number, load) in (0u64..).zip(loads) {
+        tasks.push(tokio::spawn(load.run(seed ^ (number + 1), until)));
+    }
+    let mut processes = Vec::new();
+    for (number, pair) in (0u64..).zip(pairs) {
+        processes.push(tokio::spawn(pair.run(seed ^ (number + 101), until)));
+    }
+    // The last seconds are calm: everyone must find back.
+    harm.until(until - lasts / 5).await;
+    let mut total = Tally::default();
+    for task in tasks {
+        total.add(&task.await.unwrap());
+    }
+    for task in processes {
+        total.add(&task.await.unwrap());
+    }
+    println!("{total:#?}\n{:?}", harm.done);
+    let nodes = harm.nodes;
+    total.assert_it_was_a_storm();
+
+    // Engines are all gone. What is left are channels and lanes, which close when idle.
+    for (node, fresh) in nodes.nodes.iter().zip(&fresh) {
+        nothing_is_left(node, fresh).await;
+    }
+    calm(&nodes.nodes).await;
+}
+
+async fn footprints(nodes: &[Node]) -> Vec<Footprint> {
+    let mut footprints = Vec::new();
+    for node in nodes {
+        footprints.push(node.footprint().await);
+    }
+    footprints
+}
+
+fn count(footprint: &Footprint, name: &str) -> u64 {
+    let found = footprint.counts.iter().filter(|(known, _)| known == name);
+    found.map(|(_, count)| count).sum()
+}
+
+/// A node without engines holds what a fresh one holds, and its peers' channels and lanes.
+async fn nothing_is_left(node: &Node, fresh: &Footprint) {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let now = node.footprint().await;
+        let open = count(&now, "peer_channels") + count(&now, "lanes_in") + count(&now, "lanes_out");
+        let open = usize::try_from(open).unwrap();
+        let names = [
+            "ranks",
+            "regions",
+            "mapped_bytes",
+            "publishes",
+            "fetches",
+            "announced",
+            "jobs",
+            "page_entries",
+        ];
+        let left: Vec<_> = names.iter().filter(|name| count(&now, name) != 0).collect();
+        // A lane has a socket and a thread, and each kind of port may have one more at work.
+        let fds = now.fds <= fresh.fds + 2 * open + 2;
+        let threads = now.threads <= fresh.threads + 2 * open + 8;
+        if left.is_empty() && fds && threads && now.memfd_maps == 0 {
+            return;
+        }
+        assert!(
+            Instant::now() < end,
+            "left behind: {left:?}\nfresh {fresh:?}\nnow   {now:?}"
+        );
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+}
+
+/// New engines on both nodes carry pages as if nothing had been.
+async fn calm(nodes: &[Node]) {
+    let whole = envelope(1, 1);
+    let prefill = Engine::attach(
+        named(&whole, "calm-prefill", Role::Prefill),
+        &[&nodes[0]],
+        Kind::Memfd,
+    )
+    .await;
+    for node in nodes {
+        let decode = Engine::attach(named(&whole, "calm-decode", Role::Decode), &[node], Kind::Memfd).await;
+        let carry = Carry {
+            transfer: &format!("calm to {}", node.address()),
+            tokens: 500,
+            held: 0,
+            sparse: false,
+            fetch_first: false,
+            path: None,
+        };
+        carry.run(&prefill, &decode).await;
+    }
+}
+
+/// Ten thousand transfers that were met and aborted leave the counters where they were.
+#[tokio::test(flavor = "multi_thread", worker_threads = 3)]
+async fn ten_thousand_aborted_transfers_leave_nothing() {
+    let cluster = Cluster::new();
+    let options = Options::default().set("log_level", "\"warn\"");
+    let nodes = cluster.start_two(options).await;
+    let whole = envelope(1, 1);
+    let prefill = Engine::attach(named(&whole, "prefill", Role::Prefill), &[&nodes[0]], Kind::Memfd).await;
+    let far = Engine::attach(named(&whole, "far", Role::Decode), &[&nodes[1]], Kind::Memfd).await;
+    let near = Engine::attach(named(&whole, "near", Role::Decode), &[&nodes[0]], Kind::Memfd).await;
+    let (prefill, decodes) = (Arc::new(prefill), [Arc::new(far), Arc::new(near)]);
+    let lists = prefill.draw(40, false);
+    let targets = decodes.each_ref().map(|decode| decode.draw(40, false));
+    aborted(
+        &prefill,
+        &decodes,
+        &lists[0],
+        [&targets[0][0], &targets[1][0]],
+        0..200,
+    )
+    .await;
+    let before = footprints(&nodes).await;
+    aborted(
+        &prefill,
+        &decodes,
+        &lists[0],
+        [&targets[0][0], &targets[1][0]],
+        200..10_200,
+    )
+    .await;
+    for (node, before) in nodes.iter().zip(&before) {
+        let what = format!("{} holds {before:?} again", node.address());
+        let probe = || async {
+            let now = node.footprint().await;
+            let counts = now.counts.iter().zip(&before.counts).all(|(now, before)| {
+                // Lanes come and go with use.
+                now == before || ["lanes_in", "lanes_out", "threads", "fds"].contains(&now.0.as_str())
+            });
+            let few = now.fds <= before.fds + 16 && now.memfd_maps == before.memfd_maps;
+            if counts && few {
+                Ok(())
+            } else {
+                Err(format!("{now:?}"))
+            }
+        };
+        kvferry_tests::wait::until(PATIENCE, what, probe).await;
+    }
+    for (decode, lists) in decodes.iter().zip(&targets) {
+        decode.ranks[0].pool().poison(&lists[0]);
+        decode.check_all("after the aborts");
+    }
+    calm(&nodes).await;
+}
+
+/// Each is published, half of it ready, and fetched; met; then one side aborts it.
+async fn aborted(
+    prefill: &Arc<Engine>,
+    decodes: &[Arc<Engine>; 2],
+    source: &kvferry_handshake::PageLists,
+    targets: [&kvferry_handshake::PageLists; 2],
+    numbers: std::ops::Range<u64>,
+) {
+    const AT_ONCE: u64 = 100;
+    let ready = Ready {
+        tokens: 20,
+        front_tokens: 20,
+        ..Ready::default()
+    };
+    let mut start = numbers.start;
+    while start < numbers.end {
+        let batch = start..numbers.end.min(start + AT_ONCE);
+        start = batch.end;
+        let mut open = Vec::new();
+        for number in batch {
+            let side = usize::try_from(number % 2).unwrap();
+            let stamp = Stamp::of(&format!("aborted {number}"));
+            let request = PublishRequest {
+                transfer: stamp.transfer(),
+                pages: Some(source.clone()),
+                ready,
+                metadata: None,
+                serves: 1,
+            };
+            let publication = prefill.ranks[0].publish(request).await.unwrap();
+            let decode = &decodes[side].ranks[0];
+            let request = fetch_request(&prefill.address(), &stamp, targets[side], tokens(0, 40), 40);
+            open.push((number, stamp, publication, decode.fetch(request).await.unwrap()));
+        }
+        for (number, stamp, _, _) in &open {
+            let side = usize::try_from(number % 2).unwrap();
+            let rank = if number % 3 == 0 {
+                &decodes[side].ranks[0]
+            } else {
+                &prefill.ranks[0]
+            };
+            within(PATIENCE, "abort", rank.rank.abort(&stamp.transfer()))
+                .await
+                .unwrap();
+        }
+        for (_, stamp, publication, fetching) in &open {
+            let what = format!("the end of {}", stamp.transfer);
+            within(PATIENCE, &what, publication.ended()).await.unwrap_err();
+            within(PATIENCE, &what, fetching.ended()).await.unwrap_err();
+        }
+    }
+}
