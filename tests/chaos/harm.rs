@@ -11,15 +11,15 @@ use rustix::process::Signal;
 use crate::Nodes;
 
 /// Does harm to nodes.
-pub struct Harm {
-    pub nodes: Nodes,
+pub(crate) struct Harm {
+    pub(crate) nodes: Nodes,
     /// How often what was done.
-    pub done: BTreeMap<&'static str, u32>,
+    pub(crate) done: BTreeMap<&'static str, u32>,
     random: StdRng,
 }
 
 impl Harm {
-    pub fn new(nodes: Nodes, seed: u64) -> Harm {
+    pub(crate) fn new(nodes: Nodes, seed: u64) -> Harm {
         Harm {
             nodes,
             done: BTreeMap::new(),
@@ -28,7 +28,7 @@ impl Harm {
     }
 
     /// Goes on until then; afterwards every node is up.
-    pub async fn until(&mut self, end: Instant) {
+    pub(crate) async fn until(&mut self, end: Instant) {
         while Instant::now() < end {
             let calm = pause(
                 &mut self.random,

@@ -23,17 +23,17 @@ const QUARANTINE: Duration = Duration::from_millis(400);
 
 /// How transfers ended, by rank.
 #[derive(Clone, Debug, Default)]
-pub struct Tally {
+pub(crate) struct Tally {
     /// By side and outcome.
-    pub ends: BTreeMap<String, u64>,
+    pub(crate) ends: BTreeMap<String, u64>,
     /// Bytes that were verified.
-    pub bytes: u64,
+    pub(crate) bytes: u64,
     /// Lives of engines.
-    pub engines: u64,
+    pub(crate) engines: u64,
 }
 
 impl Tally {
-    pub fn add(&mut self, other: &Tally) {
+    pub(crate) fn add(&mut self, other: &Tally) {
         for (end, count) in &other.ends {
             *self.ends.entry(end.clone()).or_default() += count;
         }
@@ -41,12 +41,12 @@ impl Tally {
         self.engines += other.engines;
     }
 
-    pub fn count(&mut self, side: &str, outcome: &str) {
+    pub(crate) fn count(&mut self, side: &str, outcome: &str) {
         *self.ends.entry(format!("{side}: {outcome}")).or_default() += 1;
     }
 
     /// Much was delivered, and much was not.
-    pub fn assert_it_was_a_storm(&self) {
+    pub(crate) fn assert_it_was_a_storm(&self) {
         let delivered = self.ends.get("fetch: delivered").copied().unwrap_or(0);
         let failed = self
             .ends
@@ -61,7 +61,7 @@ impl Tally {
 }
 
 /// A pair of engines.
-pub struct Load {
+pub(crate) struct Load {
     number: usize,
     prefill: (Envelope, Vec<Place>),
     decode: (Envelope, Vec<Place>),
@@ -76,7 +76,7 @@ struct Life {
 }
 
 impl Load {
-    pub fn new(
+    pub(crate) fn new(
         number: usize,
         prefill: Envelope,
         prefill_places: Vec<Place>,
@@ -93,7 +93,7 @@ impl Load {
     }
 
     /// Carries prompts until then. Each life of the engines ends after some of them, with transfers open.
-    pub async fn run(self, seed: u64, end: Instant) -> Tally {
+    pub(crate) async fn run(self, seed: u64, end: Instant) -> Tally {
         let mut random = StdRng::seed_from_u64(seed);
         let mut total = Tally::default();
         let mut lives = 0;

@@ -15,7 +15,7 @@ use crate::LONGEST;
 use crate::load::Tally;
 
 /// A pair of engines.
-pub struct Pair {
+pub(crate) struct Pair {
     number: usize,
     envelope: Envelope,
     prefill: Place,
@@ -24,7 +24,13 @@ pub struct Pair {
 }
 
 impl Pair {
-    pub fn new(number: usize, envelope: Envelope, prefill: Place, decode: Place, folder: &Path) -> Pair {
+    pub(crate) fn new(
+        number: usize,
+        envelope: Envelope,
+        prefill: Place,
+        decode: Place,
+        folder: &Path,
+    ) -> Pair {
         Pair {
             number,
             envelope,
@@ -35,7 +41,7 @@ impl Pair {
     }
 
     /// Starts both, lets them carry prompts, kills one of them in the midst; again and again until then.
-    pub async fn run(self, seed: u64, end: Instant) -> Tally {
+    pub(crate) async fn run(self, seed: u64, end: Instant) -> Tally {
         let mut random = StdRng::seed_from_u64(seed);
         let mut tally = Tally::default();
         let mut life = 0;

@@ -79,6 +79,40 @@ pub struct Footprint {
     pub threads: usize,
 }
 
+impl Footprint {
+    /// One of the daemon's counts.
+    ///
+    /// # Panics
+    ///
+    /// When the daemon counts no such thing.
+    pub fn count(&self, name: &str) -> u64 {
+        let found = self.counts.iter().find(|(known, _)| known == name);
+        found
+            .map(|(_, count)| *count)
+            .unwrap_or_else(|| panic!("{name} is not counted: {self:?}"))
+    }
+
+    /// The same without channels to peers and lanes, which are closed when idle: a lane has a socket, something that
+    /// wakes its thread, and the thread.
+    pub fn without_lanes(&self) -> Footprint {
+        let channels = self.count("peer_channels");
+        let lanes = self.count("data_lanes_in") + self.count("data_lanes_out");
+        let fds = channels + 2 * lanes;
+        let mut without = self.clone();
+        without.fds -= usize::try_from(fds).unwrap();
+        without.threads -= usize::try_from(lanes).unwrap();
+        for (name, count) in &mut without.counts {
+            *count -= match name.as_str() {
+                "peer_channels" | "data_lanes_in" | "data_lanes_out" => *count,
+                "fds" => fds,
+                "data_threads" => lanes,
+                _ => 0,
+            };
+        }
+        without
+    }
+}
+
 impl Default for Options {
     fn default() -> Options {
         Options {
@@ -303,11 +337,12 @@ impl Node {
         last
     }
 
-    /// Waits until it holds no more than before.
+    /// Waits until it holds no more than before, but for lanes and channels to peers.
     pub async fn settles_to(&self, before: &Footprint) {
+        let before = &before.without_lanes();
         let what = format!("node {} holds {before:?} again", self.name);
         let probe = || async {
-            let now = self.look().await;
+            let now = self.look().await.without_lanes();
             // The runtime keeps threads that blocked for some seconds longer, so there may be fewer than before.
             let fewer = Footprint {
                 threads: before.threads,
