@@ -22,5 +22,6 @@ pub mod pool;
 pub mod process;
 pub mod programs;
 pub mod proxy;
+pub mod raw;
 pub mod rows;
 pub mod wait;

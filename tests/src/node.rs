@@ -165,8 +165,10 @@ impl Cluster {
     pub async fn start(&self, name: &str, options: Options) -> Node {
         let folder = self.folder.path().join(name);
         std::fs::create_dir_all(&folder).unwrap();
+        let listen = options.lines.iter().find(|(key, _)| key == "peer_listen");
+        let given = listen.and_then(|(_, value)| value.trim_matches('"').rsplit(':').next()?.parse().ok());
         let ports = Ports {
-            peer: free_port(),
+            peer: given.unwrap_or_else(free_port),
             data: free_port(),
             metrics: free_port(),
         };
