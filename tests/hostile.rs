@@ -59,7 +59,7 @@ impl Bystanders {
                 tokens: 333,
                 held: 0,
                 sparse: false,
-                fetch_first: self.turn % 2 == 0,
+                fetch_first: self.turn.is_multiple_of(2),
                 path: None,
             };
             // Each transfer id once at the prefill engine.
