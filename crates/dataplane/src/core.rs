@@ -203,9 +203,6 @@ impl Core {
     fn sender_ended(&self, peer: &Peer, lane: u16, epoch: u64, end: &LaneEnd, left: sender::Left) {
         let orderly = matches!(end, LaneEnd::Idle) && left.unacked.is_empty();
         tracing::debug!(peer = %peer.name, lane, epoch, %end, unacked = left.unacked.len(), "sending end of a lane ended");
-        if !orderly && !matches!(end, LaneEnd::Told) {
-            peer.traffic.lost();
-        }
         let now = Instant::now();
         let ended = SenderEnd {
             lane,
@@ -216,11 +213,15 @@ impl Core {
         };
         let due = {
             let mut lanes = peer.lanes();
-            if !left.proven && !matches!(end, LaneEnd::Told) {
+            let due = lanes.sender_ended(now, &self.config, ended);
+            if due.broke && !left.proven {
                 lanes.opening_failed(now, || end.to_string());
             }
-            lanes.sender_ended(now, &self.config, ended)
+            due
         };
+        if due.broke {
+            peer.traffic.lost();
+        }
         self.follow(peer, due);
         // What came for this lane while it ended is for the others, or for its next life.
         self.work(peer);

@@ -57,13 +57,15 @@ pub(crate) struct Due {
     pub(crate) messages: Vec<LaneMessage>,
     /// Chunks that nothing can land any more through the lane they were sent on: they are sent again.
     pub(crate) put_back: Vec<Taken>,
+    /// A lane broke: it did not end in order, nor with the channel.
+    pub(crate) broke: bool,
 }
 
 impl Due {
     fn tell(message: LaneMessage) -> Due {
         Due {
             messages: vec![message],
-            put_back: Vec::new(),
+            ..Due::default()
         }
     }
 }

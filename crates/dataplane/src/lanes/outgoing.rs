@@ -154,8 +154,9 @@ impl Outgoing {
                 not_before: Some(now + pause),
             };
             return Due {
-                messages: Vec::new(),
                 put_back: end.unacked,
+                broke: true,
+                ..Due::default()
             };
         }
         lane.state = State::Lost {
@@ -164,10 +165,11 @@ impl Outgoing {
             again: now + config.answer,
             pause: 1,
         };
-        Due::tell(LaneMessage::Lost {
-            lane: end.lane,
-            epoch: end.epoch,
-        })
+        let (lane, epoch) = (end.lane, end.epoch);
+        Due {
+            broke: true,
+            ..Due::tell(LaneMessage::Lost { lane, epoch })
+        }
     }
 
     /// The receiver's end of a lane is gone.
@@ -195,8 +197,8 @@ impl Outgoing {
                     not_before: Some(now + lane.backoff),
                 };
                 return Due {
-                    messages: Vec::new(),
                     put_back,
+                    ..Due::default()
                 };
             }
             _ => {}
