@@ -10,11 +10,16 @@
 //!   that both sides share, and [`ChunkMap::moves`] through both.
 //!
 //! Nothing is built per (layer, page) before it is walked: chunks and extents are computed on demand.
+//!
+//! To read it: `link` makes streams out of what `owners` groups and `spread` deals out, and `coverage` proves
+//! them; `stream` is what they are, `tokens` which tokens two ranks have in common and where; `grid` and `chunks`
+//! number, `walk` goes through a chunk's bytes.
 
 #![forbid(unsafe_code)]
 
 mod chunks;
 mod coverage;
+mod grid;
 mod judge;
 mod link;
 mod mismatch;
@@ -79,7 +84,7 @@ pub struct Move {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct PlanError {
-    /// `pages_invalid`, `page_absent`, `tokens_invalid`, `opaque_alignment` or `over_limit`.
+    /// `pages_invalid`, `page_absent`, `tokens_invalid`, `opaque_alignment`, `rank_unknown` or `over_limit`.
     pub code: Code,
     /// What is wrong, with both values, and what to do.
     pub message: String,

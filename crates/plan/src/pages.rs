@@ -91,7 +91,7 @@ impl PageRules {
         Some(PageRules { rank, groups })
     }
 
-    /// Whether page `id` of `group` exists.
+    /// Pages of a group: ids are below it.
     pub(crate) fn pool(&self, group: u16) -> u32 {
         self.groups.get(usize::from(group)).map_or(0, |group| group.pool)
     }

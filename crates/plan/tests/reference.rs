@@ -1,17 +1,28 @@
 //! The planner against an element-by-element copy, over random pairs of engines.
+//!
+//! What was seen to catch what, by breaking the planner on purpose:
+//!
+//! - a run or a block of tokens one too long: a byte is read that is not ready, or a region is left;
+//! - a holder picked twice, a layer left out, atoms joined over a gap: the planner's own proof;
+//! - a loop's stride or base wrong, a page table's entry mixed up: a byte is written twice, or is another's;
+//! - sides merged or ordered differently: the moves differ from both sides' ranges laid side by side;
+//! - absent pages, windows or a cut counted differently from what is walked: a chunk's bytes and its ranges' sum;
+//! - layers, windows or states ready too early: a byte is read that the source has not written yet;
+//! - loops in a bad order, parts or layers not taken together: only the numbers of moves in `pairs.rs`.
 
 #![allow(clippy::cast_possible_truncation, clippy::unwrap_used)]
 
 mod random;
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use kvferry_handshake::{
     Cached, Element, Envelope, HeadSpan, Kind, Launch, ModelShape, PageLists, Placement, Strides, TokenRange,
 };
+use kvferry_plan::{ChunkMap, LinkPlan};
 use random::draw::{Draw, Seen};
-use random::{axes, case};
+use random::{axes, case, spoil};
 
 const CASES: u64 = 20_000;
 
@@ -122,4 +133,50 @@ fn parts_in_one_page_need_not_lie_evenly_or_alike() {
             assert_eq!(case.check(&mut Draw::new(0)), 2 * 3 * 10 * 2);
         }
     }
+}
+
+/// What validation and `check_pages` would have refused may be refused here or planned in vain, but it never
+/// panics, hangs, or leads outside what 64 bits can address.
+#[test]
+fn what_was_not_validated_never_panics() {
+    let mut planned = 0;
+    for seed in 0..4_000 {
+        let mut draw = Draw::new(seed);
+        let mut case = case::Case::draw(&mut draw);
+        for _ in 0..draw.below(3) {
+            spoil::envelope(&mut draw, &mut case.prefill);
+        }
+        for _ in 0..draw.below(3) {
+            spoil::envelope(&mut draw, &mut case.decode);
+        }
+        for lists in &mut case.prefill_pages {
+            spoil::lists(&mut draw, lists);
+        }
+        for lists in &mut case.decode_pages {
+            let mut spoilt = (**lists).clone();
+            spoil::lists(&mut draw, &mut spoilt);
+            *lists = Arc::new(spoilt);
+        }
+        let Ok(link) = LinkPlan::new(&case.prefill, &case.decode) else {
+            continue;
+        };
+        let link = Arc::new(link);
+        for (decode_rank, pages) in (0u32..).zip(&case.decode_pages) {
+            for prefill_rank in link.sources(decode_rank) {
+                let map = ChunkMap::new(&link, prefill_rank, decode_rank, case.range, Arc::clone(pages));
+                let Ok(map) = map else { continue };
+                planned += 1;
+                let Some(source) = case.prefill_pages.get(prefill_rank as usize) else {
+                    continue;
+                };
+                let _ = map.check_source(source);
+                let _ = map.total_bytes();
+                for chunk in 0..map.chunks().min(20) {
+                    let _ = (map.chunk_bytes(chunk), map.is_ready(chunk, &case.early));
+                    assert!(map.moves(chunk, source).take(1000).all(|step| step.len > 0));
+                }
+            }
+        }
+    }
+    assert!(planned > 1000, "too few plans: {planned}");
 }

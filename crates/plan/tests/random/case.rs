@@ -38,7 +38,7 @@ pub(crate) fn run(draw: &mut Draw) -> u64 {
 }
 
 impl Case {
-    fn draw(draw: &mut Draw) -> Case {
+    pub(crate) fn draw(draw: &mut Draw) -> Case {
         let model = Model::draw(draw);
         let (launches, cuts) = launches(draw, &model);
         let (range, prompt) = tokens(draw, &model, &launches, &cuts);

@@ -7,3 +7,4 @@ pub(crate) mod engine;
 pub(crate) mod memory;
 pub(crate) mod model;
 pub(crate) mod reference;
+pub(crate) mod spoil;
