@@ -11,7 +11,7 @@ use crate::backoff::Backoff;
 use crate::calls::{Attachment, Command, Reply};
 use crate::link::{COMMANDS, Link, NOTICES, Presence};
 use crate::socket::Socket;
-use crate::{ClientError, Fault, Notice, Rank};
+use crate::{ClientError, Fault, Notice, Notices, Rank};
 
 /// A connection to the daemon that has not attached.
 #[derive(Debug)]
@@ -80,6 +80,12 @@ impl Client {
         self.handle.status().await
     }
 
+    /// What happens from now on. Taken before [`Client::attach`], it misses nothing: a refusal may come right
+    /// behind the attachment.
+    pub fn notices(&self) -> Notices {
+        self.handle.notices()
+    }
+
     /// Attaches as rank `rank` of the engine that `envelope` describes. `home` is the address of rank 0's
     /// daemon, `None` when it is this one.
     pub async fn attach(
@@ -103,6 +109,10 @@ impl Handle {
         let sent = self.commands.send(command(reply)).await;
         sent.map_err(|_| ClientError::Closed)?;
         answer.await.map_err(|_| ClientError::Closed)?
+    }
+
+    pub(crate) fn notices(&self) -> Notices {
+        Notices::new(self.notices.upgrade().map(|notices| notices.subscribe()))
     }
 
     pub(crate) async fn call(&self, call: Call) -> Result<Answer, ClientError> {

@@ -195,9 +195,7 @@ impl Rank {
 
     /// What happens from now on.
     pub fn notices(&self) -> Notices {
-        Notices {
-            receiver: self.handle.notices.upgrade().map(|notices| notices.subscribe()),
-        }
+        self.handle.notices()
     }
 
     /// What the daemon says of itself; of its latest life.
@@ -215,6 +213,10 @@ impl Rank {
 }
 
 impl Notices {
+    pub(crate) fn new(receiver: Option<broadcast::Receiver<Notice>>) -> Notices {
+        Notices { receiver }
+    }
+
     /// The next notice; `None` once the attachment has ended.
     pub async fn next(&mut self) -> Option<Notice> {
         let receiver = self.receiver.as_mut()?;

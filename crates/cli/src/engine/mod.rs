@@ -194,6 +194,7 @@ impl Engine {
             Client::connect_within(&self.socket.socket, Duration::from_secs(self.socket.wait)).await?;
         let welcome = client.welcome();
         let engine = envelope.identity.engine.clone();
+        let notices = client.notices();
         let rank = client.attach(envelope, self.rank, self.home.clone()).await?;
         teller.tell(&Told::Attached {
             engine,
@@ -204,7 +205,7 @@ impl Engine {
         })?;
         let (mut worker, ended) = Worker::new(rank, self.rank, pool, teller, self.overwrite_settled);
         match worker.register_all().await? {
-            Exit::Done => worker.work(self.orders(), ended, !self.no_audit).await,
+            Exit::Done => worker.work(self.orders(), ended, notices, !self.no_audit).await,
             failed => Ok(failed),
         }
     }

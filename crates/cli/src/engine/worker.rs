@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_client::{ClientError, Delivered, Event, Failed, Notice, Path, Rank, TransferId};
+use kvferry_client::{ClientError, Delivered, Event, Failed, Notice, Notices, Path, Rank, TransferId};
 use kvferry_handshake::{Code, Mismatch, PageLists};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::mpsc;
@@ -102,9 +102,9 @@ impl Worker {
         mut self,
         mut orders: mpsc::Receiver<Result<Order, String>>,
         mut ended: mpsc::UnboundedReceiver<End>,
+        mut notices: Notices,
         audit: bool,
     ) -> anyhow::Result<Exit> {
-        let mut notices = self.rank.notices();
         let mut waiting: Option<usize> = None;
         let mut last_order = false;
         loop {
@@ -128,6 +128,10 @@ impl Worker {
                     }
                 },
             }
+        }
+        // What was told before the last transfer ended may still wait behind it.
+        while let Ok(Some(notice)) = tokio::time::timeout(Duration::ZERO, notices.next()).await {
+            self.notice(notice)?;
         }
         self.verify_unverified()?;
         if audit {
