@@ -69,11 +69,18 @@ const NOT_BY_CHANCE: &[Code] = &[
 
 /// Every code that the broker's source names.
 fn codes_in_source() -> Vec<Code> {
-    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut folders = vec![std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];
     let mut text = String::new();
-    for file in std::fs::read_dir(folder).unwrap() {
-        let file = std::fs::read_to_string(file.unwrap().path()).unwrap();
-        text += file.split("#[cfg(test)]").next().unwrap();
+    while let Some(folder) = folders.pop() {
+        for file in std::fs::read_dir(folder).unwrap() {
+            let path = file.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                let file = std::fs::read_to_string(path).unwrap();
+                text += file.split("#[cfg(test)]").next().unwrap();
+            }
+        }
     }
     let named = |code: &&Code| {
         let name = format!("Code::{code:?}");
