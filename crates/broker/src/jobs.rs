@@ -18,7 +18,8 @@ pub(crate) struct Job {
     pub(crate) part: Option<PartKey>,
     /// The fetching side, here: (fetch, prefill rank).
     pub(crate) fetch: Option<(u64, u32)>,
-    bytes: u64,
+    /// Bytes moved, once it began.
+    bytes: Option<u64>,
     complete: bool,
     closing: bool,
 }
@@ -59,7 +60,7 @@ impl Broker {
                 path,
                 part,
                 fetch,
-                bytes: 0,
+                bytes: None,
                 complete: false,
                 closing: false,
             },
@@ -95,16 +96,23 @@ impl Broker {
         let Some(job) = self.jobs.open.get_mut(&id) else {
             return;
         };
-        let fetch = job.fetch.filter(|_| job.part.is_none());
+        let (part, fetch) = (job.part.clone(), job.fetch);
         // Nothing is complete before its end is known, whatever the data plane says.
-        if let Some((number, rank)) = fetch.filter(|(number, rank)| !self.fetches.knows_end(*number, *rank)) {
+        let known = match (&part, fetch) {
+            (Some(key), _) => self.part_knows_end(key),
+            (None, Some((number, rank))) => self.fetches.knows_end(number, rank),
+            (None, None) => true,
+        };
+        if !known {
             let cause = Fault::new(
                 Code::Internal,
-                format!("the data plane calls prefill rank {rank} complete before its end is known"),
+                "the data plane calls a job complete before its end is known",
             );
-            self.close_job(id);
-            return self.fail_fetch(number, cause);
+            return self.job_failed(id, &cause);
         }
+        let Some(job) = self.jobs.open.get_mut(&id) else {
+            return;
+        };
         job.complete = true;
         self.close_job(id);
     }
@@ -114,10 +122,10 @@ impl Broker {
             return;
         };
         // The first report says that the job began, whatever it has moved.
-        if bytes <= job.bytes && bytes > 0 {
+        if job.bytes.is_some_and(|known| bytes <= known) {
             return;
         }
-        job.bytes = bytes;
+        job.bytes = Some(bytes);
         let (part, fetch) = (job.part.clone(), job.fetch);
         if let Some((number, rank)) = fetch {
             self.fetch_moved(number, rank, bytes);

@@ -283,6 +283,15 @@ impl Broker {
         self.say(peer, incarnation, body);
     }
 
+    /// No rank of the engine is left here: nobody will use its links.
+    pub(crate) fn drop_links_of(&mut self, decode: &EngineId) {
+        let of = |key: &&LinkKey| key.decode == *decode;
+        let keys: Vec<LinkKey> = self.links.known.keys().filter(of).cloned().collect();
+        for key in keys {
+            self.drop_link(&key);
+        }
+    }
+
     /// A rank's life turned out to be over: the next fetch asks the home where the rank is now.
     pub(crate) fn seat_is_over(&mut self, key: &LinkKey, terms: &Terms, seat: SeatAt) {
         let Some(link) = self.links.known.get_mut(key) else {

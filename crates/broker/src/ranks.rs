@@ -434,6 +434,12 @@ impl Broker {
         for region in rank.regions.values() {
             self.release(region.key);
         }
+        if let Some(engine) = &rank.engine {
+            let same = |(_, other): (RankLife, &Rank)| other.engine.as_ref() == Some(engine);
+            if !self.ranks.iter().any(same) {
+                self.drop_links_of(engine);
+            }
+        }
         if let (Some(session), Some(Leaving::Detached(cause))) = (rank.session, rank.leaving) {
             self.ranks.sessions.remove(&session);
             self.event(session, Event::Detached { cause });

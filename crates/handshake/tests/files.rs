@@ -342,6 +342,10 @@ fn the_page_and_its_examples_are_current() {
     let mut shown = 0;
     for entry in fs::read_dir(docs().join("examples")).unwrap() {
         let name = entry.unwrap().file_name().into_string().unwrap();
+        // Folders hold what the converter reads.
+        if !name.ends_with(".toml") {
+            continue;
+        }
         example(&name);
         assert!(
             page.contains(&format!("examples/{name}")),

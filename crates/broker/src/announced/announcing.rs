@@ -209,6 +209,15 @@ impl Broker {
         }
     }
 
+    /// Whether the part's publish is final; true of what is not under way.
+    pub(crate) fn part_knows_end(&self, key: &PartKey) -> bool {
+        let Some(part) = self.announced.get(key).filter(|part| part.stage == Stage::Bound) else {
+            return true;
+        };
+        let publish = self.publishes.get(&part.publish_key(key));
+        publish.is_none_or(|publish| publish.end().is_some())
+    }
+
     pub(crate) fn bind_waiting(&mut self, key: &PublishKey) {
         let waiting = self.announced.waiting.get(key).cloned().unwrap_or_default();
         for part in waiting {

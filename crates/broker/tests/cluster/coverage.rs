@@ -69,11 +69,18 @@ const NOT_BY_CHANCE: &[Code] = &[
 
 /// Every code that the broker's source names.
 fn codes_in_source() -> Vec<Code> {
-    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut folders = vec![std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];
     let mut text = String::new();
-    for file in std::fs::read_dir(folder).unwrap() {
-        let file = std::fs::read_to_string(file.unwrap().path()).unwrap();
-        text += file.split("#[cfg(test)]").next().unwrap();
+    while let Some(folder) = folders.pop() {
+        for file in std::fs::read_dir(folder).unwrap() {
+            let path = file.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                let file = std::fs::read_to_string(path).unwrap();
+                text += file.split("#[cfg(test)]").next().unwrap();
+            }
+        }
     }
     let named = |code: &&Code| {
         let name = format!("Code::{code:?}");
@@ -88,13 +95,26 @@ fn number(name: &str, default: u64) -> u64 {
     set.and_then(|value| value.parse().ok()).unwrap_or(default)
 }
 
-/// Seeds that are run by default: enough for every code to come up where the build is fast.
-const SEEDS: u64 = if cfg!(debug_assertions) { 400 } else { 4_000 };
+/// Enough seeds for everything that must come up.
+const ENOUGH: u64 = 4_000;
+
+/// Seeds to run: as wide as the test run is, or `BROKER_SEEDS`.
+fn seeds() -> u64 {
+    let width = std::env::var("KVFERRY_TESTS").unwrap_or_default();
+    let default = match width.as_str() {
+        "quick" => 300,
+        "full" => 10 * ENOUGH,
+        // A build without optimisation is for finding out, not for proving.
+        _ if cfg!(debug_assertions) => 400,
+        _ => ENOUGH,
+    };
+    number("BROKER_SEEDS", default)
+}
 
 /// `BROKER_FIRST=17 BROKER_SEEDS=1 TRACE=1` runs one seed and tells everything that happens.
 #[test]
 fn every_transfer_ends_and_none_ends_wrongly() {
-    let (first, seeds) = (number("BROKER_FIRST", 0), number("BROKER_SEEDS", SEEDS));
+    let (first, seeds) = (number("BROKER_FIRST", 0), seeds());
     let threads = 2;
     let work = |thread: u64| {
         let mut seen = Seen::default();
@@ -120,7 +140,7 @@ fn every_transfer_ends_and_none_ends_wrongly() {
         all
     });
     eprintln!("{seen:?}");
-    if seeds < 4_000 {
+    if seeds < ENOUGH {
         return;
     }
     for event in [

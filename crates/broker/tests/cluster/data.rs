@@ -137,6 +137,16 @@ impl DataPlane {
         self.receives.is_empty() && self.sends.is_empty()
     }
 
+    pub(crate) fn open_jobs(&self) -> Vec<JobId> {
+        self.receives.keys().chain(self.sends.keys()).copied().collect()
+    }
+
+    /// Loses a job, as a data plane must not.
+    pub(crate) fn forget(&mut self, job: JobId) {
+        self.receives.remove(&job);
+        self.sends.remove(&job);
+    }
+
     fn delay(&self, rng: &mut SmallRng) -> u64 {
         rng.random_range(1..=self.troubles.delay.max(1))
     }

@@ -333,8 +333,14 @@ fn a_link_is_asked_for_once_while_nothing_changes() {
         2,
         "one question, one offer to the other rank's daemon"
     );
-    // Unused for long enough, it is forgotten.
+    // Unused for long enough it is forgotten, and at once with the last rank that could use it.
     cluster.run_for(20 * DEADLINE);
+    assert_eq!(cluster.counts(2)["links"], 0);
+    cluster.fetch_all(d, p, &id("d", 0), 9);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.counts(2)["links"], 1);
+    cluster.disconnect(cluster.ranks_of(d)[0]);
+    cluster.run_for(MOMENT);
     assert_eq!(cluster.counts(2)["links"], 0);
 }
 

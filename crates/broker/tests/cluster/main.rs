@@ -13,6 +13,7 @@ mod hostile;
 mod ledger;
 mod linking;
 mod meeting;
+mod reporting;
 mod scene;
 mod serving;
 mod sim;
