@@ -238,31 +238,41 @@ fn a_restarted_peer_is_another_peer() {
 
 #[test]
 fn messages_of_another_life_are_not_acted_on() {
-    let (mut cluster, p, d) = under_way();
-    let (peer, life) = (cluster.nodes[2].address.clone(), cluster.nodes[2].life);
-    let own = cluster.nodes[0].life;
-    // The fetch's number: that of the first announcement.
-    for fetch in 0..200 {
-        let body = Body::FetchState {
-            fetch,
-            state: FetchState::Delivered,
-        };
-        for (incarnation, to) in [(life + 1, own), (life, own + 1)] {
-            let message = kvferry_broker::PeerMessage {
-                to,
-                body: body.clone(),
-            };
-            cluster.input(
-                0,
-                Input::Peer {
-                    peer: peer.clone(),
-                    incarnation,
-                    message,
-                },
-            );
+    let mut cluster = Cluster::new(1, 2);
+    cluster.stall();
+    let announced = std::sync::Arc::new(std::sync::Mutex::new(None));
+    let number = announced.clone();
+    cluster.change(move |_, message| {
+        if let Body::Announce(announce) = &message.body {
+            *number.lock().unwrap() = Some(announce.fetch);
         }
-    }
+        true
+    });
+    let (p, d) = pair(&mut cluster, &[0], &[1]);
+    cluster.publish_all(p, &id("a", 0), 17);
+    cluster.fetch_all(d, p, &id("a", 0), 17);
     cluster.run_for(MOMENT);
-    assert_eq!(cluster.codes_of(p, &id("a", 0)), [None, None]);
-    assert!(!cluster.all_delivered(p, &id("a", 0)) && !cluster.all_delivered(d, &id("a", 0)));
+    let fetch = announced.lock().unwrap().unwrap();
+    let peer = cluster.nodes[1].address.clone();
+    let (theirs, ours) = (cluster.nodes[1].life, cluster.nodes[0].life);
+    let mut say = |incarnation, to| {
+        let message = kvferry_broker::PeerMessage {
+            to,
+            body: Body::FetchState {
+                fetch,
+                state: FetchState::Delivered,
+            },
+        };
+        let said = Input::Peer {
+            peer: peer.clone(),
+            incarnation,
+            message,
+        };
+        cluster.input(0, said);
+        cluster.run_for(DEADLINE / 4 + MOMENT);
+        cluster.all_delivered(p, &id("a", 0))
+    };
+    assert!(!say(theirs + 1, ours), "from another life of the peer");
+    assert!(!say(theirs, ours + 1), "to another life of this daemon");
+    assert!(say(theirs, ours), "the same words in this life are believed");
 }

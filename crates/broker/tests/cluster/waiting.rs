@@ -314,3 +314,23 @@ fn between_nodes_nothing_moves_but_by_rdma_where_that_is_required() {
         "within a node it is a copy"
     );
 }
+
+#[test]
+fn a_fetch_whose_daemon_falls_silent_is_given_up() {
+    let mut cluster = Cluster::new(1, 2);
+    let (p, d) = pair(&mut cluster, &[0], &[1]);
+    cluster.fetch_all(d, p, &id("a", 0), 17);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.counts(0)["announced"], 1);
+    // The channel stands, but nothing comes through it.
+    cluster.change(|from, _| from != 1);
+    cluster.run_for(3 * DEADLINE);
+    assert_eq!(cluster.counts(0)["announced"], 0);
+    assert_eq!(cluster.codes_of(d, &id("a", 0)), [Some(Code::Deadline)]);
+    // A daemon that speaks again is heard, and is told what became of it.
+    cluster.be_honest();
+    cluster.publish_all(p, &id("b", 0), 17);
+    cluster.fetch_all(d, p, &id("b", 0), 17);
+    cluster.run_for(MOMENT);
+    assert!(cluster.all_delivered(d, &id("b", 0)));
+}
