@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use kvferry_control::{Event, Fault, Path};
-use kvferry_handshake::{Code, Ready};
+use kvferry_handshake::Code;
 
 use crate::Broker;
 use crate::announced::{Part, PartKey, Stage};
@@ -230,7 +230,7 @@ impl Broker {
         if let Err(cause) = check_part(part, publish) {
             return self.fail_part(key, cause);
         }
-        let ready = clipped(publish.ready, part.tokens.to);
+        let ready = publish.ready;
         let pages = pages_changed.then(|| publish.pages.lists.clone());
         let begun = ready.end.is_some() || ready.front_tokens > 0;
         if let Some(job) = part.job.filter(|job| self.job_takes_orders(*job))
@@ -388,14 +388,4 @@ fn check_part(part: &Part, publish: &Publish) -> Result<(), Fault> {
     };
     map.check_ready(&publish.ready, &publish.pages.lists)
         .map_err(crate::faults::from_plan)
-}
-
-/// What the fetch needs to know of what is ready: nothing beyond what it wants.
-fn clipped(ready: Ready, to: u64) -> Ready {
-    Ready {
-        tokens: ready.tokens.min(to),
-        front_tokens: ready.front_tokens.min(to),
-        front_layers: ready.front_layers,
-        end: ready.end.map(|end| end.min(to)),
-    }
 }

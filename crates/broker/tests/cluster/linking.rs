@@ -480,3 +480,69 @@ fn a_fetch_that_is_withdrawn_can_still_fail() {
     assert_eq!(cluster.code_of(decode, &id("a", 0)), Some(Code::Aborted));
     cluster.assert_nothing_is_left();
 }
+
+#[test]
+fn a_rank_that_its_home_still_names_is_not_asked_again_and_again() {
+    let mut cluster = Cluster::new(1, 3);
+    let (p, d) = pair(&mut cluster, &[0, 1], &[2]);
+    let rank = cluster.ranks_of(p)[1];
+    cluster.lose(|body| matches!(body, Body::Leave { .. }));
+    cluster.disconnect(rank);
+    cluster.run_for(MOMENT);
+    let stale = count(&mut cluster, |body| {
+        matches!(
+            body,
+            Body::PartState {
+                state: PartState::Stale,
+                ..
+            }
+        )
+    });
+    cluster.fetch_all(d, p, &id("a", 0), 9);
+    cluster.run_for(DEADLINE / 2);
+    assert_eq!(stale.lock().unwrap().len(), 1);
+    // Its next life is another one.
+    cluster.attach(rank);
+    cluster.run_for(MOMENT);
+    cluster.publish_all(p, &id("a", 0), 9);
+    cluster.run_for(DEADLINE / 4);
+    assert!(cluster.all_delivered(d, &id("a", 0)));
+}
+
+#[test]
+fn a_rank_that_stayed_is_found_in_its_engines_next_life() {
+    let mut cluster = Cluster::new(1, 3);
+    let (p, d) = pair(&mut cluster, &[0, 1], &[2]);
+    let ranks = cluster.ranks_of(p);
+    cluster.fetch_all(d, p, &id("warm", 0), 0);
+    cluster.run_for(MOMENT);
+    // The home loses sight of both ranks, and so of the engine; rank 1 never went away.
+    cluster.disconnect(ranks[0]);
+    let peer = cluster.nodes[1].address.clone();
+    let cause = kvferry_control::Fault::new(Code::PeerLost, "a glitch");
+    cluster.input(0, kvferry_broker::Input::PeerDown { peer, cause });
+    cluster.run_for(DEADLINE);
+    cluster.attach(ranks[0]);
+    cluster.run_for(MOMENT);
+    let transfer = id("a", 0);
+    cluster.publish_all(p, &transfer, 9);
+    // The link still names the engine's earlier life. Rank 1's daemon answers first.
+    let mut first = true;
+    cluster.change(move |from, message| {
+        let stale = matches!(
+            &message.body,
+            Body::PartState {
+                state: PartState::Stale,
+                ..
+            }
+        );
+        !(stale && from == 0 && std::mem::take(&mut first))
+    });
+    cluster.fetch_all(d, p, &transfer, 9);
+    cluster.run_for(DEADLINE / 2);
+    assert!(
+        cluster.all_delivered(d, &transfer),
+        "{:?}",
+        cluster.codes_of(d, &transfer)
+    );
+}

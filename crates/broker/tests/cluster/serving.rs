@@ -26,6 +26,11 @@ fn a_higher_attempt_takes_the_lower_ones_place_whoever_brings_it() {
     cluster.publish_all(p, &id("a", 1), 17);
     cluster.run_for(MOMENT);
     assert!(cluster.all_delivered(d, &id("a", 1)) && cluster.all_delivered(p, &id("a", 1)));
+    // A publish that nobody fetched, and a fetch that knows of a later attempt.
+    cluster.publish_all(p, &id("e", 0), 4);
+    cluster.fetch_all(d, p, &id("e", 1), 4);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.codes_of(p, &id("e", 0)), [Some(Code::Superseded); 2]);
     // The publisher lags behind a fetch that waits for the next attempt.
     cluster.fetch_all(d, p, &id("b", 1), 4);
     cluster.run_for(MOMENT);
