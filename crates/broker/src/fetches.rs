@@ -49,6 +49,8 @@ pub(crate) struct Fetch {
     pub(crate) met: Option<Micros>,
     /// When something last went forward.
     pub(crate) progress: Micros,
+    /// Most bytes that had landed at any time: landing them again is no progress.
+    pub(crate) most: u64,
     /// Announced anew: what it went through before is no progress any more.
     anew: bool,
     called: Micros,
@@ -222,7 +224,7 @@ impl Broker {
 }
 
 impl Fetch {
-    /// A step before the publish is met. Finding the ranks again and again must not go on for ever.
+    /// A step up to meeting the publish. Finding the ranks again and again must not go on for ever.
     pub(crate) fn went_on(&mut self, now: Micros) {
         if !self.anew {
             self.progress = now;

@@ -23,7 +23,14 @@ impl Broker {
             return;
         };
         part.bytes = bytes;
-        fetch.progress = now;
+        let landed = fetch.parts.values().map(|part| part.bytes).sum();
+        if bytes == 0 {
+            // It began.
+            fetch.went_on(now);
+        } else if landed > fetch.most {
+            fetch.most = landed;
+            fetch.progress = now;
+        }
         let due = fetch.told + PROGRESS_EVERY;
         if now < due {
             // Held back, not dropped: nothing more may come for long.

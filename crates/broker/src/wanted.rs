@@ -304,16 +304,17 @@ impl Broker {
         let Some(part) = fetch.parts.get_mut(&rank) else {
             return;
         };
-        let grew = match &part.heard {
-            Heard::Nothing | Heard::Waiting => true,
-            Heard::Ready(known) => known.tokens < ready.tokens || known.front_tokens < ready.front_tokens,
-            Heard::Final { .. } => false,
-        };
-        if grew {
-            part.heard = Heard::Ready(ready);
-            fetch.progress = now;
-            fetch.met.get_or_insert(now);
+        match &part.heard {
+            Heard::Nothing | Heard::Waiting => fetch.went_on(now),
+            Heard::Ready(known) if known.tokens < ready.tokens || known.front_tokens < ready.front_tokens => {
+                fetch.progress = now;
+            }
+            Heard::Ready(_) | Heard::Final { .. } => return,
         }
+        if let Some(part) = fetch.parts.get_mut(&rank) {
+            part.heard = Heard::Ready(ready);
+        }
+        fetch.met.get_or_insert(now);
     }
 
     fn part_final(&mut self, number: u64, rank: u32, end: u64, metadata: Option<Vec<u8>>) {
@@ -324,12 +325,15 @@ impl Broker {
         let Some(part) = fetch.parts.get_mut(&rank) else {
             return;
         };
-        if matches!(part.heard, Heard::Final { .. }) {
-            return;
-        }
-        part.heard = Heard::Final { metadata };
         let job = part.job;
-        fetch.progress = now;
+        match std::mem::replace(&mut part.heard, Heard::Final { metadata }) {
+            Heard::Nothing | Heard::Waiting => fetch.went_on(now),
+            Heard::Ready(_) => fetch.progress = now,
+            Heard::Final { metadata } => {
+                part.heard = Heard::Final { metadata };
+                return;
+            }
+        }
         fetch.met.get_or_insert(now);
         let known = *fetch.end.get_or_insert(end);
         if known != end {

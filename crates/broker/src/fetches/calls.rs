@@ -90,6 +90,7 @@ impl Broker {
             serial: 0,
             met: None,
             progress: self.now,
+            most: 0,
             anew: false,
             called: self.now,
             told: self.now,

@@ -161,12 +161,10 @@ impl Broker {
         tally: &Tally,
         complete: bool,
     ) {
-        let now = self.now;
         let Some(fetch) = self.fetches.get_mut(number) else {
             return;
         };
         fetch.tallies.add(&job.peer, job.path, tally);
-        fetch.progress = now;
         if let Some(part) = fetch.parts.get_mut(&rank) {
             part.job = None;
             part.landed = complete;

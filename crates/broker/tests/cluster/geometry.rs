@@ -139,6 +139,32 @@ pub(crate) fn with_state(mut envelope: Envelope) -> Envelope {
     envelope
 }
 
+/// The same with a sliding window of four tokens beside it, in a group of its own.
+pub(crate) fn with_window(mut envelope: Envelope) -> Envelope {
+    envelope.page_groups.push(PageGroup {
+        name: "window".to_owned(),
+        page_size: PAGE,
+        pool_pages: POOL,
+        pool: 1,
+    });
+    let mut component = envelope.components[0].clone();
+    component.name = "window".to_owned();
+    component.kind = Kind::Window;
+    component.window = Some(4);
+    component.page_group = 1;
+    component.layers = vec![LAYERS, LAYERS + 1];
+    envelope.components.push(component);
+    for rank in &mut envelope.ranks {
+        for mut placement in rank.placements.clone() {
+            placement.component = 1;
+            placement.layers = vec![LAYERS, LAYERS + 1];
+            placement.region += 2;
+            rank.placements.push(placement);
+        }
+    }
+    envelope
+}
+
 /// The same with all pages of a layer together, as most engines have it: layers move one by one.
 pub(crate) fn layers_apart(mut envelope: Envelope) -> Envelope {
     for placement in envelope.ranks.iter_mut().flat_map(|rank| &mut rank.placements) {

@@ -5,7 +5,7 @@ use kvferry_control::{Call, Event, Fetch, Path, Publish, Report};
 use kvferry_handshake::{Code, Kind, PageLists, Ready, Role};
 
 use crate::engines::{Asked, id, tokens};
-use crate::geometry::{envelope, layers_apart, with_state};
+use crate::geometry::{envelope, layers_apart, with_state, with_window};
 use crate::ledger::Side;
 use crate::scene::{MOMENT, pair};
 use crate::sim::{Cluster, DEADLINE, LEASE};
@@ -484,4 +484,58 @@ fn nothing_is_announced_before_its_slot_is_open() {
     cluster.fetch_all(d, p, &transfer, 9);
     cluster.run_for(MOMENT);
     assert!(cluster.all_delivered(d, &transfer));
+}
+
+#[test]
+fn pages_that_a_window_has_left_are_not_missed_while_prefill_runs() {
+    let absent = kvferry_handshake::ABSENT;
+    let mut cluster = Cluster::new(1, 2);
+    cluster.ledger.other_geometry = true;
+    let p = cluster.engine(with_window(envelope("p", Role::Prefill, 1, 0)), &[0]);
+    let d = cluster.engine(with_window(envelope("d", Role::Decode, 1, 0)), &[1]);
+    cluster.start(p);
+    cluster.start(d);
+    let (prefill, decode) = (cluster.ranks_of(p)[0], cluster.ranks_of(d)[0]);
+    let lists = |window: [u32; 3]| PageLists {
+        groups: vec![vec![0, 1, 2], window.to_vec()],
+    };
+    let publish = |cluster: &mut Cluster, name: &str, window, ready| {
+        let call = Call::Publish(Publish {
+            transfer: id(name, 0),
+            pages: Some(lists(window)),
+            generations: cluster.generations(prefill),
+            ready,
+            metadata: None,
+            serves: 1,
+        });
+        let call = cluster.rank_call(prefill, Asked::Transfer((Side::Publish, id(name, 0))), call);
+        assert!(
+            cluster.answer_to(prefill, call).is_ok(),
+            "{:?}",
+            cluster.answer_to(prefill, call)
+        );
+    };
+    let some = Ready {
+        tokens: 8,
+        ..Ready::default()
+    };
+    for (name, last, code) in [("kept", 7, None), ("left", absent, Some(Code::PageAbsent))] {
+        publish(&mut cluster, name, [absent, 6, 7], some);
+        let fetch = Call::Fetch(Fetch {
+            source: cluster.source(p),
+            transfer: id(name, 0),
+            pages: lists([absent, absent, 5]),
+            generations: cluster.generations(decode),
+            tokens: tokens(0, 12),
+            least: 12,
+        });
+        cluster.rank_call(decode, Asked::Transfer((Side::Fetch, id(name, 0))), fetch);
+        cluster.run_for(MOMENT);
+        assert_eq!(cluster.end_of(decode, &id(name, 0)), None, "{name}");
+        // Its window moves on; what it left may vanish from the list.
+        publish(&mut cluster, name, [absent, absent, last], Ready::complete(12));
+        cluster.run_for(MOMENT);
+        assert_eq!(cluster.code_of(decode, &id(name, 0)), code, "{name}");
+        assert_eq!(cluster.code_of(prefill, &id(name, 0)), code, "{name}");
+    }
 }
