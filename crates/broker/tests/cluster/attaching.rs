@@ -438,8 +438,15 @@ fn late_words_about_an_earlier_life_of_a_rank_change_nothing() {
         );
     }
     assert_eq!(cluster.counts(0)["seats"], seats);
+    // The rank is found where it is, without a moment's doubt.
+    let d = crate::scene::decode_engine(&mut cluster, "d", &[0]);
+    cluster.publish_all(p, &id("a", 0), 9);
+    cluster.fetch_all(d, p, &id("a", 0), 9);
+    cluster.run_for(5_000);
+    assert!(cluster.all_delivered(d, &id("a", 0)));
+    cluster.ranks[rank].events.clear();
     cluster.run_for(3 * DEADLINE);
-    assert_eq!(cluster.counts(0)["seats"], 2);
+    assert_eq!(cluster.counts(0)["seats"], 3);
     assert!(cluster.ranks[rank].attached);
     assert_eq!(cluster.ranks[rank].events.len(), 0);
 }

@@ -225,3 +225,28 @@ fn a_decline_of_what_is_being_fetched_is_too_late() {
     assert_eq!(cluster.codes_of(p, &id("a", 0)), [None; 2]);
     cluster.unstall();
 }
+
+#[test]
+fn a_decode_rank_is_served_once_whichever_of_its_lives_asks() {
+    let mut cluster = Cluster::new(1, 2);
+    let (p, d) = pair(&mut cluster, &[0], &[1, 1]);
+    let (prefill, decode) = (cluster.ranks_of(p)[0], cluster.ranks_of(d));
+    let transfer = id("a", 0);
+    cluster.publish_all(p, &transfer, 17);
+    cluster.fetch(decode[0], p, &transfer, tokens(0, 17), 17);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.end_of(decode[0], &transfer), Some(Ok(17)));
+    // Its next life knows nothing of that; the publisher's daemon does.
+    cluster.disconnect(decode[0]);
+    cluster.ranks[decode[0]].events.clear();
+    cluster.start(d);
+    cluster.ledger.forgetful = true;
+    cluster.fetch(decode[0], p, &transfer, tokens(0, 17), 17);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.code_of(decode[0], &transfer), Some(Code::TransferExists));
+    assert_eq!(
+        cluster.code_of(prefill, &transfer),
+        None,
+        "and the publish is not harmed"
+    );
+}
