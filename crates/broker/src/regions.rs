@@ -45,7 +45,7 @@ impl Rank {
             }
         }
         for region in needed.keys() {
-            if self.regions.get(region).is_none_or(|r| r.unregistering.is_some()) {
+            if !self.regions.contains_key(region) {
                 return Err(Fault::new(
                     Code::RegionUnknown,
                     format!("region {region} of the envelope is not registered"),

@@ -450,3 +450,54 @@ fn late_words_about_an_earlier_life_of_a_rank_change_nothing() {
     assert!(cluster.ranks[rank].attached);
     assert_eq!(cluster.ranks[rank].events.len(), 0);
 }
+
+#[test]
+fn a_home_that_is_down_is_asked_for_now_and_then() {
+    let mut cluster = Cluster::new(1, 2);
+    let p = prefill_engine(&mut cluster, &[0, 1]);
+    cluster.crash(0);
+    cluster.run_for(2 * DEADLINE);
+    assert!(
+        (8..40).contains(&cluster.to_the_dead),
+        "{} times",
+        cluster.to_the_dead
+    );
+    assert!(cluster.ranks[cluster.ranks_of(p)[1]].attached, "the engine stays");
+}
+
+#[test]
+fn only_its_home_takes_an_attachment_back() {
+    let mut cluster = Cluster::new(1, 3);
+    let engine = std::sync::Arc::new(std::sync::Mutex::new(None));
+    let seen = engine.clone();
+    cluster.change(move |_, message| {
+        if let Body::Joined { engine, .. } = &message.body {
+            *seen.lock().unwrap() = Some(engine.clone());
+        }
+        true
+    });
+    let p = prefill_engine(&mut cluster, &[0, 1]);
+    let engine = engine.lock().unwrap().clone().unwrap();
+    let rank = cluster.ranks_of(p)[1];
+    for (from, detached) in [(2, 0), (0, 1)] {
+        let cause = kvferry_control::Fault::new(Code::RanksDisagree, "they say");
+        let body = Body::Detach {
+            engine: engine.clone(),
+            cause,
+        };
+        let (peer, incarnation) = (cluster.nodes[from].address.clone(), cluster.nodes[from].life);
+        let message = kvferry_broker::PeerMessage { to: 0, body };
+        cluster.input(
+            1,
+            Input::Peer {
+                peer,
+                incarnation,
+                message,
+            },
+        );
+        assert_eq!(
+            cluster.events_like(rank, |event| matches!(event, Event::Detached { .. })),
+            detached
+        );
+    }
+}

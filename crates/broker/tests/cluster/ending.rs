@@ -276,3 +276,46 @@ fn messages_of_another_life_are_not_acted_on() {
     assert!(!say(theirs, ours + 1), "to another life of this daemon");
     assert!(say(theirs, ours), "the same words in this life are believed");
 }
+
+#[test]
+fn a_daemon_that_died_is_not_called_back() {
+    for (dies, stays) in [(0, 1), (1, 0)] {
+        let mut cluster = Cluster::new(1, 2);
+        cluster.stall();
+        let (p, d) = pair(&mut cluster, &[0], &[1]);
+        cluster.publish_all(p, &id("a", 0), 17);
+        cluster.fetch_all(d, p, &id("a", 0), 17);
+        cluster.run_for(MOMENT);
+        cluster.crash(dies);
+        cluster.run_for(2 * DEADLINE);
+        assert_eq!(
+            cluster.codes_of([p, d][stays], &id("a", 0)),
+            [Some(Code::PeerLost)]
+        );
+        assert_eq!(cluster.to_the_dead, 0);
+    }
+}
+
+#[test]
+fn numbers_of_one_life_mean_nothing_in_the_next() {
+    let mut jobs = Vec::new();
+    let mut cluster = Cluster::new(1, 2);
+    cluster.stall();
+    for round in 0..2 {
+        let name = ["a", "b"][round];
+        if round == 0 {
+            pair(&mut cluster, &[0], &[1]);
+        } else {
+            cluster.start(1);
+        }
+        cluster.publish_all(0, &id(name, 0), 17);
+        cluster.fetch_all(1, 0, &id(name, 0), 17);
+        cluster.run_for(MOMENT);
+        jobs.extend(cluster.nodes[1].data.open_jobs());
+        cluster.crash(1);
+        cluster.run_for(MOMENT);
+        cluster.boot(1);
+    }
+    assert_eq!(jobs.len(), 2);
+    assert!(jobs[0].0.abs_diff(jobs[1].0) > 1 << 31, "{jobs:?}");
+}

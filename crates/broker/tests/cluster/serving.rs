@@ -250,3 +250,30 @@ fn a_decode_rank_is_served_once_whichever_of_its_lives_asks() {
         "and the publish is not harmed"
     );
 }
+
+#[test]
+fn a_publish_whose_fetch_has_failed_already_ends_at_once() {
+    let mut cluster = Cluster::new(1, 3);
+    let (p, d) = pair(&mut cluster, &[0, 1], &[2]);
+    let e = decode_engine(&mut cluster, "e", &[2]);
+    for name in ["one", "two"] {
+        cluster.fetch_all(d, p, &id(name, 0), 9);
+    }
+    cluster.run_for(MOMENT);
+    for name in ["one", "two"] {
+        cluster.abort(cluster.ranks_of(d)[0], &id(name, 0));
+    }
+    cluster.run_for(MOMENT);
+    cluster.publish_all(p, &id("one", 0), 9);
+    for rank in cluster.ranks_of(p) {
+        cluster.publish(rank, &id("two", 0), 9, Ready::complete(9), 2, None);
+    }
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.codes_of(p, &id("one", 0)), [Some(Code::Aborted); 2]);
+    // One that serves another engine too goes on for that one.
+    assert_eq!(cluster.codes_of(p, &id("two", 0)), [None; 2]);
+    cluster.fetch_all(e, p, &id("two", 0), 9);
+    cluster.run_for(MOMENT);
+    assert!(cluster.all_delivered(e, &id("two", 0)));
+    assert_eq!(cluster.codes_of(p, &id("two", 0)), [Some(Code::Aborted); 2]);
+}

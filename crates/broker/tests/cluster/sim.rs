@@ -136,6 +136,8 @@ pub(crate) struct Cluster {
     pub(crate) due: Vec<Action>,
     /// Ranks that were refused or taken back, or whose daemon came back.
     pub(crate) unattached: Vec<usize>,
+    /// Messages to a node that was down.
+    pub(crate) to_the_dead: u64,
     /// What broker messages were sent, by kind.
     pub(crate) said: BTreeMap<String, u64>,
     /// Changes messages on their way, from the node named; false loses them.
@@ -182,6 +184,7 @@ impl Cluster {
             trace: std::env::var_os("TRACE").is_some(),
             due: Vec::new(),
             unattached: Vec::new(),
+            to_the_dead: 0,
             said: BTreeMap::new(),
             tamper: None,
             registers: true,
@@ -393,6 +396,7 @@ impl Cluster {
         let to = self.nodes.iter().position(|node| node.address == *peer);
         let up = |to: &usize| self.nodes[*to].broker.is_some();
         let Some(to) = to.filter(up) else {
+            self.to_the_dead += 1;
             let cause = Fault::new(Code::PeerUnreachable, "connection refused");
             let Some(peer) = to else {
                 let down = Input::PeerDown {
