@@ -427,7 +427,7 @@ fn late_words_about_an_earlier_life_of_a_rank_change_nothing() {
     let seats = cluster.counts(0)["seats"];
     let (address, life) = (cluster.nodes[1].address.clone(), cluster.nodes[1].life);
     let said = heard.lock().unwrap().clone();
-    for message in said {
+    for message in said.into_iter().rev() {
         cluster.input(
             0,
             Input::Peer {
@@ -500,4 +500,37 @@ fn only_its_home_takes_an_attachment_back() {
             detached
         );
     }
+}
+
+#[test]
+fn a_late_join_of_an_earlier_life_of_a_daemon() {
+    let mut cluster = Cluster::new(1, 2);
+    let joins = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let seen = joins.clone();
+    cluster.change(move |from, message| {
+        if from == 1 && matches!(message.body, Body::Join { .. }) {
+            seen.lock().unwrap().push(message.clone());
+        }
+        true
+    });
+    let p = prefill_engine(&mut cluster, &[0, 1]);
+    let (peer, incarnation) = (cluster.nodes[1].address.clone(), cluster.nodes[1].life);
+    cluster.crash(1);
+    cluster.run_for(MOMENT);
+    cluster.boot(1);
+    cluster.start(p);
+    let message = joins.lock().unwrap()[0].clone();
+    cluster.input(
+        0,
+        Input::Peer {
+            peer,
+            incarnation,
+            message,
+        },
+    );
+    let d = crate::scene::decode_engine(&mut cluster, "d", &[0]);
+    cluster.publish_all(p, &id("a", 0), 9);
+    cluster.fetch_all(d, p, &id("a", 0), 9);
+    cluster.run_for(5_000);
+    assert!(cluster.all_delivered(d, &id("a", 0)));
 }
