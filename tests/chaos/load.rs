@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvferry_client::{ClientError, FetchRequest, Publication, PublishRequest};
+use kvferry_client::{ClientError, Fault, FetchRequest, Publication, PublishRequest};
 use kvferry_handshake::{Envelope, PageLists, Ready, Role};
 use kvferry_tests::engine::{End, Engine, fetch_request, named, tokens};
 use kvferry_tests::memory::Kind;
@@ -26,10 +26,14 @@ const QUARANTINE: Duration = Duration::from_millis(400);
 pub(crate) struct Tally {
     /// By side and outcome.
     pub(crate) ends: BTreeMap<String, u64>,
+    /// One cause of each.
+    pub(crate) causes: BTreeMap<String, String>,
     /// Bytes that were verified.
     pub(crate) bytes: u64,
     /// Lives of engines.
     pub(crate) engines: u64,
+    /// The longest wait for an end.
+    pub(crate) slowest: Duration,
 }
 
 impl Tally {
@@ -37,12 +41,24 @@ impl Tally {
         for (end, count) in &other.ends {
             *self.ends.entry(end.clone()).or_default() += count;
         }
+        for (end, cause) in &other.causes {
+            self.causes.entry(end.clone()).or_insert_with(|| cause.clone());
+        }
         self.bytes += other.bytes;
         self.engines += other.engines;
+        self.slowest = self.slowest.max(other.slowest);
     }
 
     pub(crate) fn count(&mut self, side: &str, outcome: &str) {
         *self.ends.entry(format!("{side}: {outcome}")).or_default() += 1;
+    }
+
+    pub(crate) fn count_cause(&mut self, side: &str, cause: &Fault) {
+        let code = cause.code.name();
+        self.count(side, code);
+        self.causes
+            .entry(format!("{side}: {code}"))
+            .or_insert_with(|| cause.message.clone());
     }
 
     /// Much was delivered, and much was not.
@@ -223,8 +239,10 @@ impl Life {
             2 => drop(self.decode.ranks[0].rank.abort(&stamp.transfer()).await),
             _ => {}
         }
+        let waiting = Instant::now();
         let ends = self.fetch_ends(stamp, &target, held, fetching, tally).await;
         self.publish_ends(stamp, &source, publishing, tally).await;
+        tally.slowest = tally.slowest.max(waiting.elapsed());
         self.quarantine(stamp, &source, &target, &ends).await;
     }
 
@@ -306,7 +324,7 @@ impl Life {
                     pool.check(lists, &format!("delivered: {stamp:?}"));
                     tally.count("fetch", "delivered");
                 }
-                Some(Err(failed)) => tally.count("fetch", failed.cause.code.name()),
+                Some(Err(failed)) => tally.count_cause("fetch", &failed.cause),
                 None => tally.count("fetch", "refused"),
             }
             pool.poison(lists);
@@ -325,18 +343,17 @@ impl Life {
         tally: &mut Tally,
     ) {
         for ((rank, lists), publishing) in self.prefill.ranks.iter().zip(source).zip(publishing) {
-            let outcome = match publishing {
+            match publishing {
                 Some(Ok(publication)) => {
                     let what = format!("the end of the publish of {stamp:?}");
                     match within(LONGEST, what, publication.ended()).await {
-                        Ok(_) => "delivered",
-                        Err(failed) => failed.cause.code.name(),
+                        Ok(_) => tally.count("publish", "delivered"),
+                        Err(failed) => tally.count_cause("publish", &failed.cause),
                     }
                 }
-                Some(Err(())) => "refused",
-                None => "never",
-            };
-            tally.count("publish", outcome);
+                Some(Err(())) => tally.count("publish", "refused"),
+                None => tally.count("publish", "never"),
+            }
             let mut pool = rank.pool();
             pool.check(lists, &format!("source pages of {stamp:?}"));
             pool.poison(lists);

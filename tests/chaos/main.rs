@@ -84,7 +84,7 @@ async fn a_storm() {
     let mut fresh = footprints(&nodes.nodes).await;
     let places = nodes.places();
     let (a, b) = (places[0].clone(), places[1].clone());
-    let lasts = Duration::from_secs(if full() { 600 } else { 30 });
+    let lasts = Duration::from_secs(storm_seconds());
     let until = Instant::now() + lasts;
 
     let whole = envelope(1, 1);
@@ -170,6 +170,17 @@ async fn a_storm() {
         node.settles_to(fresh).await;
     }
     calm(&nodes.nodes).await;
+}
+
+/// `KVFERRY_STORM_SECONDS`, or what the run allows.
+fn storm_seconds() -> u64 {
+    match std::env::var("KVFERRY_STORM_SECONDS") {
+        Ok(text) => text
+            .parse()
+            .unwrap_or_else(|_| panic!("KVFERRY_STORM_SECONDS is {text:?}, not a number")),
+        Err(_) if full() => 600,
+        Err(_) => 30,
+    }
 }
 
 async fn footprints(nodes: &[Node]) -> Vec<Footprint> {

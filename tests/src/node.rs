@@ -92,6 +92,18 @@ impl Footprint {
             .unwrap_or_else(|| panic!("{name} is not counted: {self:?}"))
     }
 
+    /// Whether nothing is more than in the other.
+    pub fn is_within(&self, other: &Footprint) -> bool {
+        let counts = self
+            .counts
+            .iter()
+            .all(|(name, count)| *count <= other.count(name));
+        counts
+            && self.fds <= other.fds
+            && self.memfd_maps <= other.memfd_maps
+            && self.threads <= other.threads
+    }
+
     /// The same without channels to peers and lanes, which are closed when idle: a lane has a socket, something that
     /// wakes its thread, and the thread.
     pub fn without_lanes(&self) -> Footprint {
@@ -345,12 +357,7 @@ impl Node {
         let what = format!("node {} holds {before:?} again", self.name);
         let probe = || async {
             let now = self.look().await.without_lanes();
-            // The runtime keeps threads that blocked for some seconds longer, so there may be fewer than before.
-            let fewer = Footprint {
-                threads: before.threads,
-                ..now.clone()
-            };
-            if fewer == *before && now.threads <= before.threads {
+            if now.is_within(before) {
                 Ok(())
             } else {
                 Err(format!("{now:?}"))
