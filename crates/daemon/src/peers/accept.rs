@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 
 use super::channel::{self, Stream};
 use super::dial::GREETING_PATIENCE;
-use super::tls::check_name;
+use super::tls::{check_name, is_of_tls};
 use super::wire::{Hello, HelloAnswer, Introduction, MAGIC, MAX_GREETING, VERSIONS, encode, read};
 use super::{Arrival, Decision, PeerEvent, Shared};
 use crate::config::Advertised;
@@ -107,10 +107,14 @@ async fn greet(stream: TcpStream, from: SocketAddr, shared: &Shared) -> Result<C
     let mut stream: Box<dyn Stream> = match &shared.tls {
         None => Box::new(stream),
         Some(tls) => {
-            let stream =
-                tls.acceptor.accept(stream).await.map_err(|error| {
-                    Fault::new(Code::PeerTls, format!("the TLS handshake failed: {error}"))
-                })?;
+            let stream = tls.acceptor.accept(stream).await.map_err(|error| {
+                let code = if is_of_tls(&error) {
+                    Code::PeerTls
+                } else {
+                    Code::PeerLost
+                };
+                Fault::new(code, format!("the TLS handshake failed: {error}"))
+            })?;
             certificates = stream.get_ref().1.peer_certificates().map(<[_]>::to_vec);
             Box::new(stream)
         }

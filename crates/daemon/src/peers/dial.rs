@@ -11,7 +11,7 @@ use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 
 use super::channel::{self, Stream};
-use super::tls::server_name;
+use super::tls::{is_of_tls, server_name};
 use super::wire::{Hello, HelloAnswer, Introduction, MAGIC, MAX_GREETING, VERSIONS, encode, read};
 use super::{Arrival, DialId, PeerEvent, Shared};
 use crate::config::Advertised;
@@ -174,6 +174,15 @@ async fn greet(
 }
 
 fn tls_failed(address: &Advertised, error: &io::Error) -> Fault {
+    if !is_of_tls(error) {
+        return Fault::new(
+            Code::PeerUnreachable,
+            format!(
+                "the connection to peer {address} broke during the TLS handshake ({error}); it is tried again: a daemon that \
+                 starts or ends, a network that drops packets, or a peer without TLS"
+            ),
+        );
+    }
     Fault::new(
         Code::PeerTls,
         format!(

@@ -1,5 +1,6 @@
 //! Who a peer is: certificates on both sides, signed by one authority.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -84,6 +85,11 @@ impl Tls {
             },
         })
     }
+}
+
+/// Whether certificates or the protocol are at fault, as opposed to a connection that broke.
+pub(crate) fn is_of_tls(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>())
 }
 
 /// The name that the certificate of the daemon at `address` must have.
