@@ -72,6 +72,9 @@ impl Tally {
             delivered >= 50,
             "only {delivered} fetches were delivered: {self:#?}"
         );
+        // All certificates are good: what broke is told as what it is.
+        let of_tls = self.ends.keys().find(|end| end.ends_with("peer_tls"));
+        assert_eq!(of_tls, None, "{self:#?}");
         assert!(failed.count() >= 3, "fetches failed in hardly any way: {self:#?}");
     }
 }
