@@ -18,7 +18,7 @@ use kvferry_tests::node::{Cluster, Footprint, Node, Options, free_port};
 use kvferry_tests::pattern::Stamp;
 use kvferry_tests::proxy::{Proxy, mutate};
 use kvferry_tests::raw::{RawEngine, call, framed, hello, raise_fd_limit, throw_at};
-use kvferry_tests::wait::{PATIENCE, full, seed, within};
+use kvferry_tests::wait::{PATIENCE, by_width, seed, within};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
@@ -338,7 +338,7 @@ async fn mutated_frames_of_engines() {
     let mut bystanders = Bystanders::new(nodes.into()).await;
     let socket = bystanders.nodes[0].socket();
     let memory = SealedMemory::create("mutated", 8_192).unwrap();
-    let turns = if full() { 20_000 } else { 600 };
+    let turns = by_width(200, 600, 20_000);
     let (mut taken, mut refused) = (0, 0);
     for turn in 0..turns {
         let mut raw = RawEngine::connect(&socket);
@@ -434,7 +434,7 @@ async fn mutated_frames_of_peers() {
     assert!(!said.is_empty(), "no channel went through the proxy");
     let mut bystanders = Bystanders::new(vec![target, other]).await;
 
-    let turns = if full() { 5_000 } else { 200 };
+    let turns = by_width(50, 200, 5_000);
     for turn in 0..turns {
         let mut bytes = said[turn % said.len()].clone();
         // Further on, most times: behind a good greeting.
@@ -456,7 +456,7 @@ async fn mutated_frames_of_peers() {
 
     // The real channel, with changed bytes: whatever comes of the transfers, they end, and nothing lands elsewhere.
     proxy.harm(random.random());
-    for turn in 0..if full() { 200 } else { 12 } {
+    for turn in 0..by_width(3, 12, 200) {
         let stamp = Stamp::of(&format!("harmed {turn}"));
         let published = source.publish(&stamp, 200, false).await;
         let fetched = decode

@@ -14,7 +14,7 @@ use kvferry_tests::geometry::{
 use kvferry_tests::memory::Kind;
 use kvferry_tests::node::{Cluster, Node, Options};
 use kvferry_tests::pattern::Stamp;
-use kvferry_tests::wait::{PATIENCE, full, within};
+use kvferry_tests::wait::{PATIENCE, by_width, within};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn plain_attention_under_the_strict_policy() {
@@ -48,7 +48,8 @@ async fn layers_components_and_models_where_bridging_is_allowed() {
 
 /// Of pairs that come out alike under both policies, the other policy is left to the full matrix.
 fn bridged(mut pairs: Vec<Pair>) -> Vec<Pair> {
-    pairs.retain(|pair| full() || pair.strict != pair.bridge);
+    let all = by_width(false, false, true);
+    pairs.retain(|pair| all || pair.strict != pair.bridge);
     pairs
 }
 
@@ -81,11 +82,10 @@ fn prompts(pair: &Pair, turn: usize) -> Vec<(u64, u64)> {
             continue;
         }
         let mut helds = vec![0, page.min(tokens), (tokens - 1) / page * page, tokens];
-        if !full() {
-            // Two of the four, another two for the next length and the next pair.
-            helds.rotate_left((at + turn) % 4);
-            helds.truncate(2);
-        }
+        // Some of the four, and others for the next length and the next pair.
+        helds.rotate_left((at + turn) % 4);
+        helds.truncate(by_width(1, 4, 4));
+        helds.sort_unstable();
         helds.dedup();
         prompts.extend(helds.into_iter().map(|held| (tokens, held)));
     }
@@ -381,7 +381,7 @@ async fn several_page_groups() {
 async fn a_long_prompt_over_dcp_ranks() {
     let cluster = Cluster::new();
     let [a, b] = cluster.start_two(Options::default()).await;
-    let (length, layers) = if full() { (56_000, 2) } else { (6_909, 1) };
+    let (length, layers) = by_width((3_000, 1), (6_909, 1), (56_000, 2));
     let pool_pages = u32::try_from(length / 64 + 9).unwrap();
     let latent = ModelShape::new("deepseek-ai/DeepSeek-V3", layers).latent(0..layers, 576);
     let one = Launch {
@@ -390,6 +390,7 @@ async fn a_long_prompt_over_dcp_ranks() {
     };
     let eight = Launch {
         dcp: dcp(8),
+        pool_pages,
         ..launch(8, 64)
     };
     spread_long(

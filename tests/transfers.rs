@@ -11,7 +11,7 @@ use kvferry_tests::geometry::{hybrid, launch};
 use kvferry_tests::memory::Kind;
 use kvferry_tests::node::{Cluster, Node, Options};
 use kvferry_tests::pattern::Stamp;
-use kvferry_tests::wait::{PATIENCE, seed, within};
+use kvferry_tests::wait::{PATIENCE, by_width, seed, within};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
@@ -207,7 +207,7 @@ async fn streams_of_every_kind_are_exact() {
     )
     .await;
     let mut random = StdRng::seed_from_u64(seed(7));
-    for turn in 0..12 {
+    for turn in 0..by_width(12, 48, 500) {
         let (name, decode) = setting.decodes()[turn % 2];
         let what = format!("stream {turn} to {name}");
         let stamp = Stamp::of(&what);

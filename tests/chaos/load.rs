@@ -10,7 +10,7 @@ use kvferry_tests::engine::{End, Engine, fetch_request, named, tokens};
 use kvferry_tests::memory::Kind;
 use kvferry_tests::node::Place;
 use kvferry_tests::pattern::Stamp;
-use kvferry_tests::wait::within;
+use kvferry_tests::wait::{by_width, within};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
@@ -69,13 +69,16 @@ impl Tally {
             .keys()
             .filter(|end| end.starts_with("fetch: ") && !end.ends_with("delivered"));
         assert!(
-            delivered >= 50,
+            delivered >= by_width(10, 50, 500),
             "only {delivered} fetches were delivered: {self:#?}"
         );
         // All certificates are good: what broke is told as what it is.
         let of_tls = self.ends.keys().find(|end| end.ends_with("peer_tls"));
         assert_eq!(of_tls, None, "{self:#?}");
-        assert!(failed.count() >= 3, "fetches failed in hardly any way: {self:#?}");
+        assert!(
+            failed.count() >= by_width(1, 3, 5),
+            "fetches failed in hardly any way: {self:#?}"
+        );
     }
 }
 

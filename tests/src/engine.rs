@@ -88,10 +88,17 @@ impl Stamp {
 }
 
 impl Engine {
-    /// Attaches every rank: rank `r` at node `nodes[r % nodes.len()]`; rank 0's is the home.
+    /// Attaches every rank: rank `r` at node `nodes[r % nodes.len()]`; rank 0's is the home. Where an engine of
+    /// its name is still known for a moment, it tries again.
     pub async fn attach(envelope: Envelope, nodes: &[&Node], kind: Kind) -> Engine {
         let places: Vec<Place> = nodes.iter().map(|node| node.place()).collect();
-        Engine::attach_at(envelope, &places, kind).await.unwrap()
+        let probe = || async {
+            match Engine::attach_at(envelope.clone(), &places, kind).await {
+                Err(error) if !error.can_retry() => panic!("{}: {error}", envelope.identity.engine),
+                attached => attached,
+            }
+        };
+        until(PATIENCE, "the engine is attached", probe).await
     }
 
     /// The same, where the daemons may be away.

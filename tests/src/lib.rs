@@ -6,7 +6,7 @@
 //! its own ([`pattern`]). Every wait has a bound ([`wait`]), and every process that is started ends with the
 //! test, also when the test panics ([`process`]).
 //!
-//! `KVFERRY_FULL=1` runs the widest matrices; `KVFERRY_SEED=N` repeats a run that drew seed N;
+//! `KVFERRY_TESTS=quick|ci|full` says how much is run (`ci` unless given); `KVFERRY_SEED=N` repeats a run that drew seed N;
 //! `KVFERRY_STORM_SECONDS=N` is how long the storm of `chaos` lasts.
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used)] // a panic here is a failed test
