@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, missing_docs)] // a panic here is a failed test
 
 mod ending;
+mod lanes;
 mod process_memory;
 mod streams;
 mod waiting;
