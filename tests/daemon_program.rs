@@ -408,8 +408,9 @@ async fn the_metrics_tell_what_happened() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sigterm_lets_open_transfers_finish_and_refuses_new_ones() {
     let cluster = Cluster::new();
+    // A grace beyond the test's patience: the daemon ends with its last transfer.
     let mut node = cluster
-        .start("a", Options::default().set("grace_ms", 20_000))
+        .start("a", Options::default().set("grace_ms", 600_000))
         .await;
     let envelope = launch(1, 16).envelope(&llama_8b()).unwrap();
     let prefill = Engine::attach(named(&envelope, "prefill", Role::Prefill), &[&node], Kind::Memfd).await;
@@ -439,23 +440,25 @@ async fn sigterm_lets_open_transfers_finish_and_refuses_new_ones() {
     within(PATIENCE, "the match", publication.moved_on(&unmet)).await;
 
     node.process().signal(rustix::process::Signal::TERM);
-    let lists = decode.draw(20, false);
     let probe = || async {
-        let request = fetch_request(
-            &prefill.address(),
-            &Stamp::of("new"),
-            &lists[0],
-            tokens(0, 20),
-            20,
-        );
-        match decode.ranks[0].rank.fetch(request).await {
-            Err(ClientError::Refused(fault)) if fault.code == Code::Shutdown => Ok(()),
-            other => Err(format!("{other:?}")),
+        match get_status(node.ports().metrics, "/healthz") {
+            503 => Ok(()),
+            other => Err(other),
         }
     };
-    until(PATIENCE, "a new fetch is refused", probe).await;
-    let health = get_status(node.ports().metrics, "/healthz");
-    assert_eq!(health, 503, "a daemon that drains calls itself healthy");
+    until(PATIENCE, "it says that it drains", probe).await;
+    let lists = decode.draw(20, false);
+    let request = fetch_request(
+        &prefill.address(),
+        &Stamp::of("new"),
+        &lists[0],
+        tokens(0, 20),
+        20,
+    );
+    match decode.ranks[0].rank.fetch(request).await {
+        Err(ClientError::Refused(fault)) => assert_eq!(fault.code, Code::Shutdown, "{fault}"),
+        other => panic!("a new fetch is not refused: {other:?}"),
+    }
 
     // The rest of the open one is computed now.
     prefill.ranks[0]
