@@ -107,6 +107,8 @@ pub(crate) struct DataPlane {
     pub(crate) troubles: Troubles,
     /// For the invariants: bytes that moved, as (job, region, range); of reads and writes.
     pub(crate) touched: Vec<Touch>,
+    /// Copies that were ever opened.
+    pub(crate) copies: u64,
     /// Bytes that were written.
     pub(crate) landed: u64,
 }
@@ -194,6 +196,7 @@ impl DataPlane {
                 ..
             } => {
                 self.fresh(job);
+                self.copies += 1;
                 self.insert_send(job, None, map, source_pages, source_regions, regions, rng);
                 self.maybe_break(job, rng, &mut acts);
             }

@@ -319,3 +319,27 @@ fn numbers_of_one_life_mean_nothing_in_the_next() {
     assert_eq!(jobs.len(), 2);
     assert!(jobs[0].0.abs_diff(jobs[1].0) > 1 << 31, "{jobs:?}");
 }
+
+#[test]
+fn a_fetch_that_is_ending_is_not_copied_to() {
+    let mut cluster = Cluster::new(1, 2);
+    cluster.net.delay = 1;
+    cluster.troubles(crate::data::Troubles {
+        delay: 10_000,
+        ..Default::default()
+    });
+    // One prefill rank is on the same daemon, the other is not.
+    let (p, d) = pair(&mut cluster, &[0, 1], &[0]);
+    let decode = cluster.ranks_of(d)[0];
+    cluster.publish_all(p, &id("a", 0), 17);
+    cluster.fetch_all(d, p, &id("a", 0), 17);
+    let announced = |cluster: &Cluster| cluster.said.contains_key("Announce");
+    assert!(cluster.run_until(MOMENT, announced));
+    // The announcement is on its way to this daemon itself, while the other job is being closed.
+    cluster.abort(decode, &id("a", 0));
+    assert_eq!(cluster.end_of(decode, &id("a", 0)), None);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.code_of(decode, &id("a", 0)), Some(Code::Aborted));
+    assert_eq!(cluster.nodes[0].data.copies, 0);
+    assert_eq!(cluster.codes_of(p, &id("a", 0)), [Some(Code::Aborted); 2]);
+}

@@ -114,9 +114,11 @@ impl Ledger {
             least,
             pages: pages.clone(),
         };
-        self.wants
-            .entry((rank, session, transfer.clone()))
-            .or_insert(want);
+        // A call that was refused before is forgotten; one that is open stays what it is.
+        let tag = (Side::Fetch, transfer.clone());
+        if !self.is_open(rank, session, &tag) {
+            self.wants.insert((rank, session, transfer.clone()), want);
+        }
     }
 
     pub(crate) fn session_died(&mut self, rank: usize, session: SessionId) {
