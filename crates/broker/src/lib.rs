@@ -3,6 +3,18 @@
 //! A state machine without I/O and without a clock: [`Broker::handle`] takes what happened,
 //! [`Broker::poll`] gives what is to be done, [`Broker::next_deadline`] says when to call
 //! [`Broker::tick`]. It lives in a crate of its own so that the compiler keeps it so.
+//!
+//! Where to find what:
+//!
+//! - engines: `ranks` (attached here), `regions`, `seats` (the home's directory of ranks), `siblings`;
+//! - links: `links` and `links/answers` (the decode side), `judged` (the prefill side);
+//! - the decode side of a transfer: `fetches`, and `wanted` for its part at each prefill rank;
+//! - the prefill side: `publishes`, `announced` for each fetch that came, `servings` for each engine served, `leases`;
+//! - what both use: `jobs` (of the data plane), `timers`, `ended` (bounded memories), `pages` (a budget), `standing` and
+//!   `faults` (causes), `peers`, `peer` and `wire` (what daemons say).
+//!
+//! A fetch whose engine, or one of its ranks, is not attached yet waits for it until its deadline; everything else
+//! that an engine may rely on is in `docs/transfers.md`.
 #![forbid(unsafe_code)]
 
 mod announced;
