@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvferry_control::{Answer, Call, Event, Fault, Path, Report, TransferId};
+use kvferry_control::{Answer, Call, Event, Fault, Path, Report, Side, TransferId};
 use kvferry_handshake::{PageLists, Ready};
 use kvferry_plan::ChunkMap;
 
@@ -252,8 +252,8 @@ pub struct Record {
     pub engine: String,
     /// Rank.
     pub rank: u32,
-    /// `publish` or `fetch`.
-    pub side: &'static str,
+    /// Which has ended.
+    pub side: Side,
     /// The other engine, as far as known.
     pub peer_engine: String,
     /// Tokens.

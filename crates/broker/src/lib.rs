@@ -55,6 +55,5 @@ pub use io::{
 };
 pub use peer::{
     Announce, Body, EngineId, FetchState, LinkAnswer, Offer, PartState, PeerMessage, Seat, SiblingFailure,
-    Side,
 };
 pub use wire::OutOfBounds;

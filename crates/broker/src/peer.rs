@@ -5,7 +5,7 @@
 //! message says where things stand rather than what changed. Repeats, delays and losses change nothing
 //! but the time that it takes.
 
-use kvferry_control::{Fault, TransferId};
+use kvferry_control::{Fault, Side, TransferId};
 use kvferry_handshake::{Envelope, PageLists, Policy, Ready, TokenRange, Verdict};
 use serde::{Deserialize, Serialize};
 
@@ -41,15 +41,6 @@ pub struct Seat {
     pub incarnation: u64,
     /// The rank's life there.
     pub life: u64,
-}
-
-/// Which side of a transfer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum Side {
-    /// The prefill engine's.
-    Publish,
-    /// The decode engine's.
-    Fetch,
 }
 
 /// What is said.

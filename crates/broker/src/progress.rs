@@ -1,6 +1,6 @@
 //! Bytes that moved: they keep transfers alive, and ranks are told a few times a second.
 
-use kvferry_control::Event;
+use kvferry_control::{Event, Side};
 
 use crate::Broker;
 use crate::announced::PartKey;
@@ -49,6 +49,7 @@ impl Broker {
         }
         fetch.told = now;
         let event = Event::Progress {
+            side: Side::Fetch,
             transfer: fetch.transfer.clone(),
             bytes: fetch.parts.values().map(|part| part.bytes).sum(),
             total: fetch.parts.values().map(|part| part.total).sum(),
@@ -97,6 +98,7 @@ impl Broker {
             self.event(
                 session,
                 Event::Progress {
+                    side: Side::Publish,
                     transfer: key.1.clone(),
                     bytes: event.0,
                     total: event.1,

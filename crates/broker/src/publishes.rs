@@ -8,7 +8,7 @@ mod checks;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvferry_control::{Answer, Event, Fault, Publish as PublishCall, TransferId};
+use kvferry_control::{Answer, Event, Fault, Publish as PublishCall, Side, TransferId};
 use kvferry_handshake::{Code, Ready};
 
 use crate::Broker;
@@ -18,7 +18,7 @@ use crate::faults;
 use crate::fetches::check_id;
 use crate::io::{Micros, Output, Record, SessionId};
 use crate::pages::Held;
-use crate::peer::{EngineId, Side};
+use crate::peer::EngineId;
 use crate::ranks::RankLife;
 use crate::regions::Regions;
 use crate::reports::Tallies;
@@ -399,12 +399,14 @@ impl Broker {
         let tokens = publish.end().unwrap_or(publish.ready.tokens);
         let event = match &cause {
             None => Event::Delivered {
+                side: Side::Publish,
                 transfer: transfer.clone(),
                 tokens,
                 metadata: Vec::new(),
                 report: report.clone(),
             },
             Some(cause) => Event::Failed {
+                side: Side::Publish,
                 transfer: transfer.clone(),
                 cause: cause.clone(),
                 report: report.clone(),
@@ -427,7 +429,7 @@ impl Broker {
             transfer,
             engine,
             rank,
-            side: "publish",
+            side: Side::Publish,
             peer_engine: peers.join(","),
             tokens,
             report,

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use kvferry_control::{Fault, TransferId};
+use kvferry_control::{Fault, Side, TransferId};
 use kvferry_handshake::Code;
 
 use crate::Broker;
 use crate::ended::Memory;
 use crate::faults::{for_sibling, from_peer};
 use crate::io::{Micros, PeerAddress};
-use crate::peer::{Body, EngineId, SiblingFailure, Side};
+use crate::peer::{Body, EngineId, SiblingFailure};
 use crate::ranks::RankLife;
 
 /// Transfers that failed on some rank: other ranks need not begin them.

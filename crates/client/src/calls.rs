@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use kvferry_control::{Answer, Call, Memory, TransferId};
+use kvferry_control::{Answer, Call, Memory, Side, TransferId};
 use kvferry_handshake::Envelope;
 use tokio::sync::{oneshot, watch};
 
@@ -12,6 +12,9 @@ use crate::transfer::TransferState;
 use crate::{ClientError, Fault, RegionMemory, Registered};
 
 pub(crate) type Reply<T> = oneshot::Sender<Result<T, ClientError>>;
+
+/// One rank may be on both sides of a transfer, and each ends by itself.
+pub(crate) type TransferKey = (Side, TransferId);
 
 /// What a handle asks of the task.
 #[derive(Debug)]
@@ -36,7 +39,7 @@ pub(crate) enum Command {
     /// A publish or fetch; its generations are filled in.
     Transfer {
         call: Call,
-        transfer: TransferId,
+        transfer: TransferKey,
         reply: Reply<watch::Receiver<TransferState>>,
     },
     /// Any other call.
@@ -78,7 +81,7 @@ pub(crate) enum Pending {
         reply: Reply<()>,
     },
     Transfer {
-        transfer: TransferId,
+        transfer: TransferKey,
         state: Arc<watch::Sender<TransferState>>,
         reply: Reply<watch::Receiver<TransferState>>,
     },

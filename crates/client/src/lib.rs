@@ -43,7 +43,7 @@ mod transfer;
 
 pub use client::Client;
 pub use error::ClientError;
-pub use kvferry_control::{Event, Fault, Path, Report, Status, TransferId, Welcome};
+pub use kvferry_control::{Event, Fault, Path, Report, Side, Status, TransferId, Welcome};
 pub use memory::{RegionMemory, SealedMemory};
 pub use rank::{FetchRequest, Notice, Notices, PublishRequest, Rank, Registered};
 pub use transfer::{Delivered, Failed, Fetching, Progress, Publication};

@@ -7,13 +7,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_control::{Answer, Call, Event, Request, Response, TransferId, Welcome};
+use kvferry_control::{Answer, Call, Event, Request, Response, Side, Welcome};
 use kvferry_handshake::{Code, encode};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::backoff::Backoff;
-use crate::calls::{Attachment, Command, Pending, Region};
+use crate::calls::{Attachment, Command, Pending, Region, TransferKey};
 use crate::socket::{self, Socket};
 use crate::transfer::{Delivered, Failed, TransferState};
 use crate::{ClientError, Fault, Notice, Registered};
@@ -44,7 +44,7 @@ pub(crate) struct Link {
     pub(crate) presence: watch::Sender<Presence>,
     attachment: Option<Attachment>,
     regions: BTreeMap<u16, Region>,
-    transfers: HashMap<TransferId, Arc<watch::Sender<TransferState>>>,
+    transfers: HashMap<TransferKey, Arc<watch::Sender<TransferState>>>,
     pending: HashMap<u64, Pending>,
     next_number: u64,
 }
@@ -422,16 +422,17 @@ impl Link {
     fn event(&mut self, event: Event) {
         match &event {
             Event::Matched { transfer, engine, .. } => {
-                if let Some(state) = self.transfers.get(transfer) {
+                if let Some(state) = self.transfers.get(&(Side::Publish, transfer.clone())) {
                     state.send_modify(|state| state.progress.engine = Some(engine.clone()));
                 }
             }
             Event::Progress {
+                side,
                 transfer,
                 bytes,
                 total,
             } => {
-                if let Some(state) = self.transfers.get(transfer) {
+                if let Some(state) = self.transfers.get(&(*side, transfer.clone())) {
                     state.send_modify(|state| {
                         state.progress.bytes = *bytes;
                         state.progress.total = *total;
@@ -439,12 +440,13 @@ impl Link {
                 }
             }
             Event::Delivered {
+                side,
                 transfer,
                 tokens,
                 metadata,
                 report,
             } => self.end(
-                transfer,
+                (*side, transfer.clone()),
                 Ok(Delivered {
                     tokens: *tokens,
                     metadata: metadata.clone(),
@@ -452,11 +454,12 @@ impl Link {
                 }),
             ),
             Event::Failed {
+                side,
                 transfer,
                 cause,
                 report,
             } => self.end(
-                transfer,
+                (*side, transfer.clone()),
                 Err(Failed {
                     cause: cause.clone(),
                     report: report.clone(),
@@ -468,8 +471,8 @@ impl Link {
         let _ = self.notices.send(Notice::Event(event));
     }
 
-    fn end(&mut self, transfer: &TransferId, end: Result<Delivered, Failed>) {
-        if let Some(state) = self.transfers.remove(transfer) {
+    fn end(&mut self, transfer: TransferKey, end: Result<Delivered, Failed>) {
+        if let Some(state) = self.transfers.remove(&transfer) {
             state.send_modify(|state| state.end = Some(end));
         }
     }
@@ -485,61 +488,4 @@ async fn fenced(socket: &mut Socket) {
 }
 
 #[cfg(test)]
-mod tests {
-    use kvferry_control::{FrameReader, FrameWriter, MAX_FRAME};
-    use kvferry_handshake::decode;
-    use tokio::io::Interest;
-    use tokio::net::{UnixListener, UnixStream};
-
-    use super::*;
-    use crate::Client;
-
-    async fn hear(stream: &UnixStream) -> Request {
-        let mut reader = FrameReader::new(MAX_FRAME);
-        let read = stream.async_io(Interest::READABLE, || reader.read(stream));
-        let frame = read.await.unwrap().unwrap().unwrap();
-        decode(&frame.payload).unwrap()
-    }
-
-    async fn say(stream: &UnixStream, response: &Response) {
-        let mut writer = FrameWriter::new();
-        writer.push(encode(response).unwrap(), None).unwrap();
-        let written = stream.async_io(Interest::WRITABLE, || writer.write(stream));
-        written.await.unwrap();
-    }
-
-    #[tokio::test]
-    async fn what_is_under_way_ends_when_a_parting_daemon_closes_and_not_before() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("kvferryd.sock");
-        let listener = UnixListener::bind(&path).unwrap();
-        let greeting = async {
-            let (stream, _) = listener.accept().await.unwrap();
-            hear(&stream).await;
-            let welcome = Welcome {
-                version: 1,
-                incarnation: 1,
-                address: "n:1".to_owned(),
-                release: "0".to_owned(),
-            };
-            say(&stream, &Response::Hello(Ok(welcome))).await;
-            stream
-        };
-        let (client, stream) = tokio::join!(Client::connect(&path), greeting);
-        let client = client.unwrap();
-        let call = tokio::spawn(async move { client.status().await });
-        hear(&stream).await;
-        let parting = Fault::new(Code::OverLimit, "events were not read");
-        say(&stream, &Response::Hello(Err(parting))).await;
-        // The daemon still fences.
-        tokio::time::sleep(Duration::from_millis(100)).await;
-        assert!(!call.is_finished());
-        drop(stream);
-        let refused = call.await.unwrap().unwrap_err();
-        let ClientError::Refused(fault) = &refused else {
-            panic!("{refused:?}");
-        };
-        assert_eq!(fault.code, Code::DaemonRestarted);
-        assert!(fault.message.contains("events were not read"), "{fault}");
-    }
-}
+mod tests;

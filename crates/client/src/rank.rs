@@ -1,6 +1,6 @@
 //! An attached rank: what an engine's worker works with.
 
-use kvferry_control::{Answer, Call, Event, Fault, Fetch, Path, Publish, Status, TransferId, Welcome};
+use kvferry_control::{Answer, Call, Event, Fault, Fetch, Path, Publish, Side, Status, TransferId, Welcome};
 use kvferry_handshake::{PageLists, Ready, TokenRange};
 use tokio::sync::broadcast;
 
@@ -125,6 +125,7 @@ impl Rank {
             serves,
         });
         let id = transfer.clone();
+        let transfer = (Side::Publish, transfer);
         let state = self
             .handle
             .ask(|reply| Command::Transfer {
@@ -154,6 +155,7 @@ impl Rank {
             least,
         });
         let id = transfer.clone();
+        let transfer = (Side::Fetch, transfer);
         let state = self
             .handle
             .ask(|reply| Command::Transfer {
@@ -165,7 +167,7 @@ impl Rank {
         Ok(Fetching::new(self.clone(), id, state))
     }
 
-    /// Ends a transfer on all ranks. Its handles still report the end, once it is fenced.
+    /// Ends a transfer on all ranks, on whichever sides this rank is. Its handles still report the end, once it is fenced.
     pub async fn abort(&self, transfer: &TransferId) -> Result<(), ClientError> {
         let transfer = transfer.clone();
         self.call(Call::Abort { transfer }).await.map(drop)

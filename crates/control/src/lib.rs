@@ -12,7 +12,7 @@ mod message;
 pub use frame::{Fds, Frame, FrameError, FrameReader, FrameWriter};
 pub use message::{
     Answer, Call, EngineStatus, Event, Fault, Fetch, MAX_METADATA, MAX_TRANSFER_ID, Memory, Path, PeerStatus,
-    Publish, Report, Request, Response, Status, TransferId, Welcome,
+    Publish, Report, Request, Response, Side, Status, TransferId, Welcome,
 };
 
 use kvferry_handshake::{MAX_ENVELOPE, MAX_PAYLOAD, Versions};

@@ -71,6 +71,25 @@ impl From<&str> for TransferId {
     }
 }
 
+/// Which side of a transfer a rank is on. One rank may be on both, of one transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Side {
+    /// The prefill engine's.
+    Publish,
+    /// The decode engine's.
+    Fetch,
+}
+
+impl Side {
+    /// `publish` or `fetch`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Side::Publish => "publish",
+            Side::Fetch => "fetch",
+        }
+    }
+}
+
 /// What an engine's rank asks of its daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Call {
@@ -99,7 +118,7 @@ pub enum Call {
     Publish(Publish),
     /// Ask for pages of a transfer.
     Fetch(Fetch),
-    /// End this rank's side of a transfer, whichever side it is on; it ends on all ranks.
+    /// End this rank's side of a transfer, whichever it is on, or both; it ends on all ranks.
     Abort {
         /// The transfer.
         transfer: TransferId,
@@ -228,6 +247,8 @@ pub enum Event {
     },
     /// Bytes moved so far, at most a few times a second.
     Progress {
+        /// Whose end of it: the publish's or the fetch's.
+        side: Side,
         /// The transfer.
         transfer: TransferId,
         /// Bytes of this rank.
@@ -237,6 +258,8 @@ pub enum Event {
     },
     /// Ended well, and fenced. To the decode rank: every byte may be read.
     Delivered {
+        /// Which has ended: the publish or the fetch. The other may still go on for a rank that is on both.
+        side: Side,
         /// The transfer.
         transfer: TransferId,
         /// Tokens `[0, tokens)` are now held.
@@ -248,6 +271,8 @@ pub enum Event {
     },
     /// Ended with a fault, and fenced. `aborted` and `lease_expired` are told apart by the code.
     Failed {
+        /// Which has ended: the publish or the fetch.
+        side: Side,
         /// The transfer.
         transfer: TransferId,
         /// The cause: names peer, phase and bytes done.

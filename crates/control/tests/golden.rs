@@ -11,7 +11,7 @@ use std::path::Path;
 
 use kvferry_control::{
     Answer, Call, EngineStatus, Event, Fault, Fetch, Memory, PeerStatus, Publish, Report, Request, Response,
-    Status, TransferId, Welcome,
+    Side, Status, TransferId, Welcome,
 };
 use kvferry_handshake::{
     ABSENT, Code, Component, Dcp, Element, Envelope, HeadSpan, Identity, Kind, Mismatch, Outcome, PageGroup,
@@ -300,6 +300,7 @@ fn events() {
     event(
         "progress",
         Event::Progress {
+            side: Side::Publish,
             transfer: transfer.clone(),
             bytes: 5,
             total: 6,
@@ -308,6 +309,7 @@ fn events() {
     event(
         "delivered",
         Event::Delivered {
+            side: Side::Fetch,
             transfer: transfer.clone(),
             tokens: 5,
             metadata: vec![1],
@@ -317,6 +319,7 @@ fn events() {
     event(
         "failed",
         Event::Failed {
+            side: Side::Publish,
             transfer,
             cause: fault(),
             report: report(),

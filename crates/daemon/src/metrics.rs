@@ -192,7 +192,7 @@ impl Metrics {
 
     /// A publish or fetch ended.
     pub(crate) fn ended(&self, record: &Record) {
-        let side = || ("side", record.side.to_owned());
+        let side = || ("side", record.side.name().to_owned());
         let report = &record.report;
         let path = report
             .paths
@@ -311,7 +311,7 @@ pub fn reference_page() -> String {
 
 #[cfg(test)]
 mod tests {
-    use kvferry_control::{EngineStatus, Fault, PeerStatus, Report, TransferId};
+    use kvferry_control::{EngineStatus, Fault, PeerStatus, Report, Side, TransferId};
 
     use super::*;
 
@@ -320,7 +320,7 @@ mod tests {
             transfer: TransferId::from("t"),
             engine: "e".into(),
             rank: 0,
-            side: "fetch",
+            side: Side::Fetch,
             peer_engine: "p".into(),
             tokens: 5,
             report: Report {

@@ -29,7 +29,7 @@ pub(crate) fn log(record: &Record) {
         target: "kvferry::transfer",
         transfer = %printable(&record.transfer.id),
         attempt = record.transfer.attempt,
-        side = record.side,
+        side = record.side.name(),
         engine = %printable(&record.engine),
         rank = record.rank,
         peer_engine = %printable(&record.peer_engine),

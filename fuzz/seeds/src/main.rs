@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use kvferry_control::{
-    Answer, Call, Event, Fault, Fetch, Memory, Publish, Report, Request, Response, Status, TransferId,
+    Answer, Call, Event, Fault, Fetch, Memory, Publish, Report, Request, Response, Side, Status, TransferId,
 };
 use kvferry_handshake::{
     ABSENT, Code, Dcp, Element, Envelope, Launch, ModelShape, Order, PageLists, Ready, TokenRange, compare,
@@ -180,17 +180,20 @@ fn responses(envelope: &Envelope) -> Vec<Response> {
             held: 4,
         },
         Event::Progress {
+            side: Side::Publish,
             transfer: transfer(),
             bytes: 1,
             total: 2,
         },
         Event::Delivered {
+            side: Side::Fetch,
             transfer: transfer(),
             tokens: 9,
             metadata: vec![1],
             report: report.clone(),
         },
         Event::Failed {
+            side: Side::Publish,
             transfer: transfer(),
             cause: fault.clone(),
             report,

@@ -1,6 +1,6 @@
 //! Announcements of fetches, at the prefill side: what can wait here for its publish is taken in.
 
-use kvferry_control::{Fault, TransferId};
+use kvferry_control::{Fault, Side, TransferId};
 use kvferry_handshake::Code;
 use kvferry_plan::{ChunkMap, check_pages};
 
@@ -11,7 +11,7 @@ use crate::fetches::check_id;
 use crate::io::PeerAddress;
 use crate::judged::Judgement;
 use crate::pages::Held;
-use crate::peer::{Announce, Body, Offer, PartState, Side};
+use crate::peer::{Announce, Body, Offer, PartState};
 use crate::publishes::PublishKey;
 use crate::ranks::RankLife;
 use crate::timers::Timer;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use kvferry_control::{Answer, Fault, Fetch as FetchCall, MAX_TRANSFER_ID, TransferId};
+use kvferry_control::{Answer, Fault, Fetch as FetchCall, MAX_TRANSFER_ID, Side, TransferId};
 use kvferry_handshake::{Code, TokenRange};
 
 use crate::Broker;
@@ -10,7 +10,6 @@ use crate::faults;
 use crate::fetches::{Fetch, Stage};
 use crate::io::SessionId;
 use crate::links::LinkKey;
-use crate::peer::Side;
 use crate::ranks::RankLife;
 use crate::reports::Tallies;
 use crate::siblings::of_id;

@@ -1,13 +1,13 @@
 //! How fetches end: the prefill side is told, jobs are closed, and then the rank is.
 
-use kvferry_control::{Event, Fault, TransferId};
+use kvferry_control::{Event, Fault, Side, TransferId};
 
 use crate::Broker;
 use crate::faults;
 use crate::fetches::{Fetch, Goal, Stage};
 use crate::io::{Output, Record, Tally};
 use crate::jobs::Job;
-use crate::peer::{Body, FetchState, Side};
+use crate::peer::{Body, FetchState};
 use crate::ranks::RankLife;
 use crate::timers::Timer;
 use crate::wanted::Wanted;
@@ -125,12 +125,14 @@ impl Broker {
         let tokens = fetch.end.map_or(fetch.tokens.to, |end| end.min(fetch.tokens.to));
         let event = match &cause {
             None => Event::Delivered {
+                side: Side::Fetch,
                 transfer: fetch.transfer.clone(),
                 tokens,
                 metadata: fetch.metadata(),
                 report: report.clone(),
             },
             Some(cause) => Event::Failed {
+                side: Side::Fetch,
                 transfer: fetch.transfer.clone(),
                 cause: cause.clone(),
                 report: report.clone(),
@@ -144,7 +146,7 @@ impl Broker {
             transfer: fetch.transfer,
             engine: fetch.link.decode.name,
             rank,
-            side: "fetch",
+            side: Side::Fetch,
             peer_engine: fetch.link.name,
             tokens,
             report,

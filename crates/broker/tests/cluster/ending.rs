@@ -89,7 +89,7 @@ fn a_stranger_cannot_fail_another_engines_transfers() {
     let (peer, incarnation) = (cluster.nodes[2].address.clone(), cluster.nodes[2].life);
     let failure = kvferry_broker::SiblingFailure {
         engine,
-        side: kvferry_broker::Side::Publish,
+        side: kvferry_control::Side::Publish,
         transfer: id("a", 0),
         rank: 0,
         cause: kvferry_control::Fault::new(Code::Aborted, "so there"),

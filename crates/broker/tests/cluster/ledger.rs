@@ -3,18 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use kvferry_broker::{JobId, Record, RegionKey, SessionId};
+pub(crate) use kvferry_control::Side;
 use kvferry_control::{Event, TransferId};
 use kvferry_handshake::{Code, PageLists, TokenRange};
 
 use crate::engines::{place, row};
 use crate::geometry::{HEADS, LAYERS, PAGE, page_bytes};
 use crate::sim::Cluster;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Side {
-    Publish,
-    Fetch,
-}
 
 /// A transfer of one rank, on one side.
 pub(crate) type Tag = (Side, TransferId);
@@ -46,7 +41,7 @@ pub(crate) struct Ledger {
     pub(crate) events: BTreeMap<&'static str, u64>,
     pub(crate) delivered_bytes: u64,
     /// Terminal events that no record followed yet.
-    told: BTreeSet<(usize, SessionId, TransferId)>,
+    told: BTreeSet<(usize, SessionId, Tag)>,
     /// The engines' bytes lie otherwise than the ledger knows.
     pub(crate) other_geometry: bool,
     /// The brokers forget so soon what ended that an id can be used again.
@@ -133,13 +128,18 @@ impl Ledger {
     }
 
     pub(crate) fn saw_event(&mut self, rank: usize, session: SessionId, event: &Event, now: u64) {
-        let (name, transfer) = match event {
-            Event::Matched { transfer, .. } => ("matched", Some(transfer)),
-            Event::Progress { transfer, .. } => ("progress", Some(transfer)),
-            Event::Delivered { transfer, .. } => ("delivered", Some(transfer)),
-            Event::Failed { transfer, cause, .. } => {
+        let (name, tag) = match event {
+            Event::Matched { transfer, .. } => ("matched", Some((Side::Publish, transfer))),
+            Event::Progress { side, transfer, .. } => ("progress", Some((*side, transfer))),
+            Event::Delivered { side, transfer, .. } => ("delivered", Some((*side, transfer))),
+            Event::Failed {
+                side,
+                transfer,
+                cause,
+                ..
+            } => {
                 self.saw_code(cause.code, "failed");
-                ("failed", Some(transfer))
+                ("failed", Some((*side, transfer)))
             }
             Event::Refused { verdict, .. } => {
                 for mismatch in &verdict.mismatches {
@@ -153,27 +153,21 @@ impl Ledger {
             }
         };
         *self.events.entry(name).or_default() += 1;
-        let Some(transfer) = transfer else {
+        let Some((side, transfer)) = tag else {
             return;
         };
         assert!(!self.dead.contains(&(rank, session)));
         self.stir(transfer, now);
-        let keys = [Side::Publish, Side::Fetch].map(|side| (rank, session, (side, transfer.clone())));
+        let key = (rank, session, (side, transfer.clone()));
         match event {
-            Event::Matched { .. } | Event::Progress { .. } => {
-                let mut open = false;
-                for key in &keys {
-                    if let Some(at) = self.open.get_mut(key) {
-                        *at = now;
-                        open = true;
-                    }
-                }
-                assert!(open, "{event:?} of a transfer of rank {rank} that is not open");
-            }
-            _ => {
-                let told = self.told.insert((rank, session, transfer.clone()));
-                assert!(told, "{event:?} after an end of the same transfer");
-            }
+            Event::Matched { .. } | Event::Progress { .. } => match self.open.get_mut(&key) {
+                Some(at) => *at = now,
+                None => panic!("{event:?} of a transfer of rank {rank} that is not open"),
+            },
+            _ => assert!(
+                self.told.insert(key),
+                "{event:?} after an end of the same transfer"
+            ),
         }
     }
 }
@@ -226,11 +220,7 @@ impl Cluster {
 
     /// A transfer ended on one side, for one rank.
     pub(crate) fn recorded(&mut self, node: usize, record: Record) {
-        let side = match record.side {
-            "publish" => Side::Publish,
-            "fetch" => Side::Fetch,
-            other => panic!("a record of side {other}"),
-        };
+        let side = record.side;
         let tag = (side, record.transfer.clone());
         let rank = self
             .ranks
@@ -253,14 +243,15 @@ impl Cluster {
             let (session, last) = (key.1, self.ranks[rank].events.last().cloned());
             match last {
                 Some(Event::Delivered {
+                    side: of,
                     transfer,
                     tokens,
                     report,
                     ..
                 }) => {
                     assert_eq!(
-                        (transfer, None),
-                        (tag.1.clone(), code),
+                        ((of, transfer), None),
+                        (tag.clone(), code),
                         "the record tells what the event told"
                     );
                     assert_eq!(report, record.report);
@@ -268,12 +259,17 @@ impl Cluster {
                         self.check_delivered(rank, session, &tag.1, tokens);
                     }
                 }
-                Some(Event::Failed { transfer, cause, .. }) => {
-                    assert_eq!((transfer, Some(cause.code)), (tag.1.clone(), code));
+                Some(Event::Failed {
+                    side: of,
+                    transfer,
+                    cause,
+                    ..
+                }) => {
+                    assert_eq!(((of, transfer), Some(cause.code)), (tag.clone(), code));
                 }
                 other => panic!("{key:?} ended with {other:?}"),
             }
-            let told = self.ledger.told.remove(&(rank, session, tag.1.clone()));
+            let told = self.ledger.told.remove(&key);
             assert!(told, "{key:?} has a record and no event");
             let before = self.ledger.ended.insert(key.clone(), code);
             assert!(before.is_none(), "{key:?} ends twice");

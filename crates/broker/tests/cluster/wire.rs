@@ -4,9 +4,8 @@ use std::path::PathBuf;
 
 use kvferry_broker::{
     Announce, Body, EngineId, FetchState, LinkAnswer, Offer, PartState, PeerMessage, Seat, SiblingFailure,
-    Side,
 };
-use kvferry_control::Fault;
+use kvferry_control::{Fault, Side};
 use kvferry_handshake::{
     ABSENT, Code, Mismatch, Outcome, PageLists, Policy, Ready, Role, TokenRange, Verdict,
 };

@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use kvferry_client::{Delivered, Failed, FetchRequest, Fetching, TransferId};
+use kvferry_client::{Delivered, Failed, FetchRequest, Fetching, Side, TransferId};
 use kvferry_handshake::{Code, PageLists, TokenRange};
 
 use super::content::{Content, Extent};
 use super::pattern::Filling;
 use super::report::{Teller, Told};
 use super::script::{Fetch, When};
-use super::worker::{End, Side, Worker, now_us};
+use super::worker::{End, Worker, now_us};
 
 /// A fetch under way.
 pub(crate) struct Fetched {

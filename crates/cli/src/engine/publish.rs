@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_client::{PublishRequest, TransferId};
+use kvferry_client::{PublishRequest, Side, TransferId};
 use kvferry_handshake::{PageLists, Ready};
 
 use super::content::{Content, Extent};
 use super::pattern::Filling;
 use super::report::Told;
 use super::script::{Fill, Growth, Publish};
-use super::worker::{End, Side, Worker, now_us};
+use super::worker::{End, Worker, now_us};
 
 /// A transfer that this rank is the source of.
 pub(crate) struct Source {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_client::{ClientError, Delivered, Event, Failed, Notice, Notices, Path, Rank, TransferId};
+use kvferry_client::{ClientError, Delivered, Event, Failed, Notice, Notices, Path, Rank, Side, TransferId};
 use kvferry_handshake::{Code, Mismatch, PageLists};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::mpsc;
@@ -45,21 +45,6 @@ pub(crate) struct End {
     pub(crate) side: Side,
     pub(crate) result: Result<Delivered, Failed>,
     pub(crate) at_us: u64,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Side {
-    Publish,
-    Fetch,
-}
-
-impl Side {
-    fn name(self) -> &'static str {
-        match self {
-            Side::Publish => "publish",
-            Side::Fetch => "fetch",
-        }
-    }
 }
 
 /// The machine's monotonic clock in microseconds: equal in all processes.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvferry_client::{Notice, Path, Progress, TransferId};
+use kvferry_client::{Event, Notice, Path, Progress, Side, TransferId};
 use kvferry_handshake::{Code, Ready};
 
 use crate::rig::{Authority, Engine, Node, PAGE_SIZE, POOL, count, envelope, soon, split};
@@ -169,6 +169,33 @@ async fn both_ways_over_one_channel() {
 }
 
 #[tokio::test]
+async fn one_rank_may_be_on_both_sides_of_a_transfer() {
+    let node = Node::start(|_| {}).await;
+    let engine = Engine::attach(node.socket(), "e").await;
+    let mut notices = engine.rank.notices();
+    engine.poison();
+    engine.fill(&[1, 2], 8, 1);
+    let publish = engine.publish_of("t", &[1, 2], 8);
+    let publication = engine.rank.publish(publish).await.unwrap();
+    let fetch = engine.fetch_of(&node.source("e"), "t", &[5, 6], 8);
+    let fetching = engine.rank.fetch(fetch).await.unwrap();
+    soon("delivery", fetching.ended()).await.unwrap();
+    soon("the publish's end", publication.ended()).await.unwrap();
+    let told = async {
+        let mut told = Vec::new();
+        while told.len() < 2 {
+            if let Some(Notice::Event(Event::Delivered { side, .. })) = notices.next().await {
+                told.push(side);
+            }
+        }
+        told.sort();
+        told
+    };
+    assert_eq!(soon("both ends", told).await, [Side::Publish, Side::Fetch]);
+    node.settles("page_entries", 0).await;
+}
+
+#[tokio::test]
 async fn a_refusal_names_every_mismatch_to_both_engines() {
     let (a, b) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
     let prefill = Engine::attach(a.socket(), "prefill").await;
@@ -197,9 +224,7 @@ async fn a_refusal_names_every_mismatch_to_both_engines() {
     for notices in [&mut at_prefill, &mut at_decode] {
         let refused = async {
             loop {
-                if let Some(Notice::Event(kvferry_client::Event::Refused { verdict, .. })) =
-                    notices.next().await
-                {
+                if let Some(Notice::Event(Event::Refused { verdict, .. })) = notices.next().await {
                     return verdict;
                 }
             }
