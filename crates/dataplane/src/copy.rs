@@ -4,7 +4,6 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use kvferry_handshake::Code;
 
-use crate::batches::in_batches;
 use crate::job::{Job, Pass, Role, Trouble};
 use crate::line::{Line, Taken};
 use crate::memory::Span;
@@ -15,6 +14,14 @@ use crate::region::Piece;
 const PASS_BYTES: usize = 1 << 20;
 /// Most bytes of one system call that copies to or from a process.
 const BATCH_BYTES: usize = 1 << 20;
+/// Copies queued before they are made: their list stays in the first-level cache.
+///
+/// Walking in turn with copying makes each step wait for the copy's stores to leave the processor's store buffer
+/// (measured: as long as the copy itself, for pages of 4 KiB and less). With a queue it waits once for many, and what is
+/// copied soon is known, so that it can be fetched into the cache meanwhile.
+const QUEUED_COPIES: usize = 256;
+/// How many copies ahead memory is fetched.
+const FETCHED_AHEAD: usize = 2;
 
 /// The jobs that wait for the pool.
 #[derive(Debug, Default)]
@@ -130,7 +137,7 @@ fn copy(taken: &Taken, bounce: &mut Vec<u8>) -> Result<Done, Halt> {
     };
     let mut done = Done::default();
     let mut carrier = Carrier::new(&taken.job, bounce);
-    for step in in_batches(taken.view.map.moves(taken.chunk, &taken.view.pages)) {
+    for step in taken.view.map.moves(taken.chunk, &taken.view.pages) {
         let source = source_memory.piece(step.source_region, step.source_offset, step.len);
         let target = memory.piece(step.region, step.offset, step.len);
         let (source, target) = (source.map_err(Halt::Trouble)?, target.map_err(Halt::Trouble)?);
@@ -138,7 +145,7 @@ fn copy(taken: &Taken, bounce: &mut Vec<u8>) -> Result<Done, Halt> {
         done.moves += 1;
         done.bytes += step.len;
     }
-    carrier.flush()?;
+    carrier.finish()?;
     // A walk over lists that do not fit ends early; that must not pass for a copy.
     let planned = taken.view.map.chunk_bytes(taken.chunk);
     if done.bytes != planned {
@@ -160,6 +167,8 @@ struct Carrier<'c> {
     pass: Option<Pass<'c>>,
     /// Bytes until the fence is left for a moment.
     budget: usize,
+    /// Copies between mappings that are due.
+    copies: Vec<(Span<'c>, Span<'c>)>,
     /// Where a process takes part: ranges for the next system call.
     route: Option<Route<'c>>,
     spans: Vec<Span<'c>>,
@@ -199,6 +208,7 @@ impl<'c> Carrier<'c> {
             job,
             pass: None,
             budget: 0,
+            copies: Vec::with_capacity(QUEUED_COPIES),
             route: None,
             spans: Vec::new(),
             remote: Vec::new(),
@@ -213,7 +223,13 @@ impl<'c> Carrier<'c> {
     #[inline]
     fn carry(&mut self, source: Piece<'c>, target: Piece<'c>) -> Result<(), Halt> {
         match (source, target) {
-            (Piece::Mapped(source), Piece::Mapped(target)) => self.copy(source, target),
+            (Piece::Mapped(source), Piece::Mapped(target)) => {
+                self.copies.push((source, target));
+                if self.copies.len() == QUEUED_COPIES {
+                    self.copy_queued()?;
+                }
+                Ok(())
+            }
             (Piece::Mapped(span), Piece::Process(process, remote)) => {
                 self.queue_direct(Route::Direct(Way::ToEngine, process), span, remote)
             }
@@ -241,6 +257,21 @@ impl<'c> Carrier<'c> {
         } else {
             Err(Halt::Closed)
         }
+    }
+
+    /// Makes the copies that are queued.
+    fn copy_queued(&mut self) -> Result<(), Halt> {
+        let mut copies = std::mem::take(&mut self.copies);
+        for (at, (source, target)) in copies.iter().enumerate() {
+            if let Some((source, target)) = copies.get(at + FETCHED_AHEAD) {
+                source.fetch_to_read();
+                target.fetch_to_write();
+            }
+            self.copy(*source, *target)?;
+        }
+        copies.clear();
+        self.copies = copies;
+        Ok(())
     }
 
     fn copy(&mut self, mut source: Span<'c>, mut target: Span<'c>) -> Result<(), Halt> {
@@ -290,7 +321,13 @@ impl<'c> Carrier<'c> {
         Ok(())
     }
 
-    /// Does what is queued.
+    /// Does everything that is queued.
+    fn finish(&mut self) -> Result<(), Halt> {
+        self.copy_queued()?;
+        self.flush()
+    }
+
+    /// Does the system call that is queued.
     fn flush(&mut self) -> Result<(), Halt> {
         let Some(route) = self.route.take() else {
             return Ok(());

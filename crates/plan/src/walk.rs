@@ -158,17 +158,18 @@ impl<'a, const N: usize> Walk<'a, N> {
 
     /// Goes to the first piece of the next run that is wanted.
     fn next_run(&mut self) -> bool {
+        let mut run = Run::NONE;
         loop {
             let Some(chunk) = &self.chunk else {
                 return false;
             };
-            let Some(run) = self.runs.next() else {
+            if !self.runs.go_on(&mut run) {
                 if !self.next_outer() {
                     self.chunk = None;
                     return false;
                 }
                 continue;
-            };
+            }
             let index = |entry: u64| usize::try_from(entry).unwrap_or(usize::MAX);
             if chunk
                 .wanted
@@ -177,11 +178,12 @@ impl<'a, const N: usize> Walk<'a, N> {
             {
                 continue;
             }
-            for at in 0..N {
+            let mut starts = [0; N];
+            for (at, start) in starts.iter_mut().enumerate() {
                 let side = chunk.sides[at];
                 match chunk.lists[at].get(index(run.entry[side])) {
                     Some(id) if *id < chunk.pools[at] => {
-                        self.at[at] = self.base[at]
+                        *start = self.base[at]
                             + u64::from(*id) * chunk.page_step[at]
                             + run.token[side] * chunk.token_step[at];
                     }
@@ -192,6 +194,7 @@ impl<'a, const N: usize> Walk<'a, N> {
                     }
                 }
             }
+            self.at = starts;
             self.enter(&run);
             return true;
         }
