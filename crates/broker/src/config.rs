@@ -40,9 +40,10 @@ pub struct Limits {
     pub announced_per_peer: usize,
     /// Links, and remembered refusals, on each side of them.
     pub links: usize,
-    /// Ended transfers that are remembered.
+    /// Ended transfers that are remembered, in each of four tables. An entry takes at most 1.5 KiB: what is
+    /// remembered of a cause is shortened, and its mismatches are only counted.
     pub ended: usize,
-    /// Declined transfers that are remembered before their publish comes.
+    /// Engines that are remembered to have declined, or to have failed to fetch, before the publish came; as large.
     pub declines: usize,
 }
 

@@ -50,8 +50,9 @@ impl<K: Ord + Clone, V> Memory<K, V> {
         self.entries.get(key).map(|(_, value)| value)
     }
 
-    pub(crate) fn get_mut(&mut self, key: &K) -> Option<&mut V> {
-        self.entries.get_mut(key).map(|(_, value)| value)
+    /// What is remembered from this key on.
+    pub(crate) fn range(&self, from: K) -> impl Iterator<Item = (&K, &V)> {
+        self.entries.range(from..).map(|(key, (_, value))| (key, value))
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&K, &V)> {

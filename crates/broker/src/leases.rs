@@ -1,28 +1,25 @@
 //! What decode engines say ahead of a fetch: `expect` renews a publish's lease, `decline` ends it.
 //!
-//! Both go to the prefill engine's home, which passes them on to its ranks' daemons. A publish begins with a
-//! whole lease, so an `expect` that comes before it has nothing to renew; a `decline` is remembered.
-
-use std::collections::BTreeMap;
+//! Both go by way of the decode engine's home, which knows who has its ranks and may speak for it, to the prefill
+//! engine's home, which passes them on to its ranks' daemons. A publish begins with a whole lease, so an `expect` that
+//! comes before it has nothing to renew; a `decline` is remembered.
 
 use kvferry_control::{Fault, TransferId};
 
 use crate::Broker;
 use crate::ended::Memory;
+use crate::faults::remembered;
 use crate::fetches::check_id;
 use crate::io::{Micros, PeerAddress, SessionId};
 use crate::peer::{Body, EngineId};
 use crate::publishes::PublishKey;
-use crate::source::parse_source;
-
-/// Most engines that are remembered for one transfer.
-const MOST_ENGINES: usize = 64;
+use crate::source::{parse_address, parse_source};
 
 /// Engines that will not fetch a publish that has not come yet: `None`, because they declined, or because
 /// their fetch failed.
 #[derive(Debug)]
 pub(crate) struct Forgone {
-    by: Memory<PublishKey, BTreeMap<EngineId, Option<Fault>>>,
+    by: Memory<(PublishKey, EngineId), Option<Fault>>,
 }
 
 impl Forgone {
@@ -32,29 +29,27 @@ impl Forgone {
         }
     }
 
-    pub(crate) fn take(&mut self, key: &PublishKey) -> BTreeMap<EngineId, Option<Fault>> {
-        self.by.remove(key).unwrap_or_default()
+    pub(crate) fn take(&mut self, key: &PublishKey) -> Vec<(EngineId, Option<Fault>)> {
+        let first = (key.clone(), EngineId::default());
+        let of = self.by.range(first).take_while(|((of, _), _)| of == key);
+        let keys: Vec<_> = of.map(|(key, _)| key.clone()).collect();
+        keys.into_iter()
+            .filter_map(|key| Some((key.1.clone(), self.by.remove(&key)?)))
+            .collect()
     }
 
-    pub(crate) fn put(&mut self, key: &PublishKey, engine: EngineId, why: Option<Fault>, until: Micros) {
-        match self.by.get_mut(key) {
-            Some(engines) if engines.len() < MOST_ENGINES => {
-                engines.entry(engine).or_insert(why);
-            }
-            Some(_) => {}
-            None => self.by.put(key.clone(), BTreeMap::from([(engine, why)]), until),
+    pub(crate) fn put(&mut self, key: &PublishKey, engine: EngineId, why: Option<&Fault>, until: Micros) {
+        let key = (key.clone(), engine);
+        if self.by.get(&key).is_none() {
+            self.by.put(key, why.map(remembered), until);
         }
     }
 
     /// The engine will fetch after all.
     fn retract(&mut self, key: &PublishKey, engine: &EngineId) {
-        if let Some(engines) = self.by.get_mut(key) {
-            if engines.get(engine) == Some(&None) {
-                engines.remove(engine);
-            }
-            if engines.is_empty() {
-                self.by.remove(key);
-            }
+        let key = (key.clone(), engine.clone());
+        if self.by.get(&key) == Some(&None) {
+            self.by.remove(&key);
         }
     }
 
@@ -83,15 +78,41 @@ impl Broker {
         let source = parse_source(source)?;
         let (_, rank) = self.attached(session)?;
         if let Some(by) = rank.engine.clone() {
-            let body = Body::Expect {
+            let (home, to) = (rank.home.clone(), by.home_incarnation);
+            let body = Body::Hint {
+                home: source.home.0.to_string(),
                 name: source.engine,
                 transfer,
                 by,
                 declined,
             };
-            self.say(&source.home, 0, body);
+            self.say(&home, to, body);
         }
         Ok(())
+    }
+
+    /// As the decode engine's home: speaks for it, if it is one of its ranks' daemons that asks.
+    pub(crate) fn on_hint(
+        &mut self,
+        peer: &PeerAddress,
+        home: &str,
+        name: String,
+        transfer: TransferId,
+        by: EngineId,
+        declined: bool,
+    ) {
+        if !self.has_rank(&by, peer) {
+            return;
+        }
+        if let Ok(home) = parse_address(home) {
+            let body = Body::Expect {
+                name,
+                transfer,
+                by,
+                declined,
+            };
+            self.say(&home, 0, body);
+        }
     }
 
     /// As the home: passes it on to the engine's ranks.

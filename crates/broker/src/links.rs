@@ -69,8 +69,12 @@ pub(crate) struct Link {
     pair: Option<Pair>,
     /// Set while every rank is known to be attached.
     terms: Option<Arc<Terms>>,
-    /// A question is out.
+    /// A question is out, or due soon.
     asking: bool,
+    /// When the last question went out.
+    asked: Micros,
+    /// It was asked again at once, because of an answer: the next time, the timer asks.
+    hastened: bool,
     /// The home will need our envelope.
     send_envelope: bool,
     pause: Micros,
@@ -102,8 +106,9 @@ impl Links {
 }
 
 impl Broker {
-    /// Brings a fetch onto its link, now or once the link is there.
-    pub(crate) fn want_link(&mut self, number: u64, key: &LinkKey, envelope: &Arc<Envelope>) {
+    /// Brings a fetch onto its link, now or once the link is there. `anew`: it found the ranks before, and has to
+    /// find them again.
+    pub(crate) fn want_link(&mut self, number: u64, key: &LinkKey, envelope: &Arc<Envelope>, anew: bool) {
         let now = self.now;
         if !self.links.known.contains_key(key) {
             if self.links.known.len() >= self.config.limits.links && !self.forget_idle_link() {
@@ -120,6 +125,8 @@ impl Broker {
                 pair: None,
                 terms: None,
                 asking: false,
+                asked: 0,
+                hastened: false,
                 send_envelope: true,
                 pause: FIRST_PAUSE,
                 over: (None, BTreeSet::new()),
@@ -136,10 +143,20 @@ impl Broker {
             return self.bind_fetch(number, terms);
         }
         link.waiters.insert(number);
-        if !link.asking {
-            link.pause = FIRST_PAUSE.min((self.config.deadline_us / 8).max(1));
-            self.ask_link(key);
+        if link.asking {
+            return;
         }
+        let due = link.asked + link.pause;
+        if anew && now < due {
+            // Ranks that are never where their home says must not keep both of us busy.
+            link.asking = true;
+            return self.timers.set(Timer::Link(key.clone()), due);
+        }
+        if !anew {
+            link.pause = FIRST_PAUSE.min((self.config.deadline_us / 8).max(1));
+        }
+        link.hastened = false;
+        self.ask_link(key);
     }
 
     /// Makes room by dropping the link that was unused for the longest.
@@ -174,6 +191,7 @@ impl Broker {
             return;
         };
         link.asking = true;
+        link.asked = now;
         let body = Body::LinkOpen {
             name: key.name.clone(),
             decode: key.decode.clone(),
@@ -193,6 +211,7 @@ impl Broker {
             return;
         };
         if !link.waiters.is_empty() {
+            link.hastened = false;
             return self.ask_link(key);
         }
         link.asking = false;
@@ -249,7 +268,16 @@ impl Broker {
         let link = self.links.known.get_mut(&key);
         if let Some(link) = link.filter(|link| link.asking && !link.send_envelope) {
             link.send_envelope = true;
-            self.ask_link(&key);
+            self.hasten_link(&key);
+        }
+    }
+
+    /// Asks again because of an answer: at once, but only once until the timer asks.
+    fn hasten_link(&mut self, key: &LinkKey) {
+        let link = self.links.known.get_mut(key);
+        if let Some(link) = link.filter(|link| !link.hastened) {
+            link.hastened = true;
+            self.ask_link(key);
         }
     }
 

@@ -34,8 +34,8 @@ pub(crate) struct PageBudget {
 }
 
 fn entries(lists: &PageLists) -> u64 {
-    // A list costs memory even where it is empty.
-    lists.groups.iter().map(|list| list.len() as u64 + 1).sum()
+    // How many lists there are, the envelope says.
+    lists.groups.iter().map(|list| list.len() as u64).sum()
 }
 
 impl PageBudget {
@@ -96,22 +96,30 @@ mod tests {
 
     #[test]
     fn clones_are_counted_once_and_released_with_the_last() {
-        let mut budget = PageBudget::new(10, 9);
+        let mut budget = PageBudget::new(10, 8);
         let held = budget.take(lists(4)).unwrap();
         let other = held.clone();
-        assert_eq!(budget.held(), 5);
+        assert_eq!(budget.held(), 4);
         drop(held);
-        assert_eq!(budget.held(), 5);
+        assert_eq!(budget.held(), 4);
         drop(other);
         assert_eq!(budget.held(), 0);
     }
 
     #[test]
     fn both_bounds_hold() {
-        let mut budget = PageBudget::new(10, 9);
-        assert_eq!(budget.take(lists(9)).unwrap_err().code, Code::OverLimit);
-        let _held = budget.take(lists(5)).unwrap();
-        assert_eq!(budget.take(lists(4)).unwrap_err().code, Code::OverLimit);
-        assert!(budget.take(lists(3)).is_ok());
+        let mut budget = PageBudget::new(10, 8);
+        let long = budget.take(lists(9)).unwrap_err();
+        assert_eq!(long.code, Code::OverLimit);
+        assert!(long.message.contains("have 9 entries"), "{}", long.message);
+        let _held = budget.take(lists(6)).unwrap();
+        let many = budget.take(lists(5)).unwrap_err();
+        assert_eq!(many.code, Code::OverLimit);
+        assert!(
+            many.message.contains("of 5 entries come on top of 6"),
+            "{}",
+            many.message
+        );
+        assert!(budget.take(lists(4)).is_ok());
     }
 }

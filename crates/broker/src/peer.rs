@@ -20,7 +20,7 @@ pub struct PeerMessage {
 }
 
 /// One life of an engine, as its home daemon numbers it.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct EngineId {
     /// `host:port` of the home daemon.
     pub home: String,
@@ -107,7 +107,20 @@ pub enum Body {
     Failed(SiblingFailure),
     /// From the home: another rank's failed.
     SiblingFailed(SiblingFailure),
-    /// To the home of a prefill engine: the decode engine will fetch, or will not.
+    /// To the home of the decode engine: one of its ranks says that it will fetch, or will not.
+    Hint {
+        /// `host:port` of the prefill engine's home.
+        home: String,
+        /// The prefill engine's name.
+        name: String,
+        /// The transfer.
+        transfer: TransferId,
+        /// The decode engine.
+        by: EngineId,
+        /// It will not.
+        declined: bool,
+    },
+    /// From there to the home of the prefill engine: the decode engine will fetch, or will not.
     Expect {
         /// The prefill engine's name.
         name: String,

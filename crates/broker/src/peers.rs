@@ -76,12 +76,24 @@ impl Broker {
             Body::Detach { engine, cause } => self.on_detach(&peer, &engine, &cause),
             Body::Failed(failure) => self.on_failed(&peer, failure),
             Body::SiblingFailed(failure) => self.on_sibling_failed(&peer, failure),
+            Body::Hint {
+                home,
+                name,
+                transfer,
+                by,
+                declined,
+            } => self.on_hint(&peer, &home, name, transfer, by, declined),
             Body::Expect {
                 name,
                 transfer,
                 by,
                 declined,
-            } => self.on_expect(&name, transfer, by, declined),
+            } => {
+                // Only its home speaks for an engine.
+                if *by.home == *peer.0 && by.home_incarnation == incarnation {
+                    self.on_expect(&name, transfer, by, declined);
+                }
+            }
             Body::Expected {
                 engine,
                 transfer,

@@ -48,7 +48,7 @@ pub(crate) struct Publish {
     pub(crate) told: Micros,
     pub(crate) tallies: Tallies,
     called: Micros,
-    lease_until: Micros,
+    pub(crate) lease_until: Micros,
     /// Set when nothing more begins; `Some(None)`: it ends well.
     ending: Option<Option<Fault>>,
 }
@@ -356,7 +356,7 @@ impl Broker {
     /// Fails a publish with all that it serves. `spread`: the engine's other ranks are to be told.
     pub(crate) fn fail_publish(&mut self, key: &PublishKey, cause: &Fault, spread: bool) {
         if let Some(publish) = self.publishes.get(key) {
-            let cause = faults::with(cause, &publish.standing());
+            let cause = faults::in_phase(cause, || publish.standing());
             self.end_publish(key, Some(cause), spread);
         }
     }
@@ -393,7 +393,8 @@ impl Broker {
         let (life, transfer) = key.clone();
         let cause = publish.ending.clone().flatten();
         let until = self.remember_until();
-        self.publishes.ended.put(key.clone(), cause.clone(), until);
+        let kept = cause.as_ref().map(faults::remembered);
+        self.publishes.ended.put(key.clone(), kept, until);
         self.publishes.attempts.put(life, &transfer, until);
         let report = publish.tallies.report(publish.called, publish.met, self.now);
         let tokens = publish.end().unwrap_or(publish.ready.tokens);

@@ -7,7 +7,7 @@ use kvferry_handshake::Code;
 
 use crate::Broker;
 use crate::announced::{Part, PartKey, Stage};
-use crate::faults::{for_sibling, with};
+use crate::faults::{for_sibling, in_phase, remembered};
 use crate::io::{DataCommand, Micros};
 use crate::peer::EngineId;
 use crate::publishes::{Publish, PublishKey};
@@ -84,9 +84,32 @@ impl Publish {
             .collect()
     }
 
+    /// What another life of the same engine did with it.
+    fn earlier_life(&self, engine: &EngineId) -> Option<&'static str> {
+        let mut others = self.servings.iter();
+        let (_, other) = others.find(|(other, _)| {
+            (&other.home, &other.name) == (&engine.home, &engine.name) && *other != engine
+        })?;
+        Some(match other.outcome {
+            None => "fetches",
+            Some(Outcome::Delivered) => "fetched",
+            Some(Outcome::Declined) => "declined",
+            Some(Outcome::Failed(_)) => "failed to fetch",
+        })
+    }
+
     /// Takes a decode rank in; true for the first of its engine.
     fn take(&mut self, key: &PartKey, part: &Part, now: Micros) -> Result<bool, Unserved> {
         let refuse = |code, what: String| Err(Unserved::Refused(Fault::new(code, what)));
+        if let Some(what) = self.earlier_life(&part.decode) {
+            let name = &part.decode.name;
+            return refuse(
+                Code::StaleIncarnation,
+                format!(
+                    "an earlier life of engine {name} {what} it; publish and fetch it with a higher attempt"
+                ),
+            );
+        }
         let Some(serving) = self.servings.get_mut(&part.decode) else {
             let names: Vec<&str> = self.servings.keys().map(|engine| engine.name.as_str()).collect();
             if names.len() >= usize::try_from(self.serves).unwrap_or(usize::MAX) {
@@ -277,10 +300,14 @@ impl Broker {
         cause: &Fault,
         by: Option<&PartKey>,
     ) {
+        // The engines that it serves besides have a whole lease to come.
+        let lease_until = self.now + self.config.lease_us;
         let Some(publish) = self.publishes.get_mut(key) else {
             return;
         };
-        let cause = with(cause, &publish.standing());
+        let cause = in_phase(cause, || publish.standing());
+        let failed = |serving: &Serving| matches!(serving.outcome, Some(Outcome::Failed(_)));
+        let first = !publish.servings.values().any(failed);
         let Some(serving) = publish
             .servings
             .get_mut(engine)
@@ -293,7 +320,10 @@ impl Broker {
             Some((rank, _)) => for_sibling(&cause, *rank),
             None => cause.clone(),
         };
-        serving.outcome = Some(Outcome::Failed(cause));
+        // The publish fails with the first, and with its mismatches.
+        let kept = if first { cause } else { remembered(&cause) };
+        serving.outcome = Some(Outcome::Failed(kept));
+        publish.lease_until = publish.lease_until.max(lease_until);
         let others: Vec<PartKey> = serving
             .taken
             .values()
@@ -304,11 +334,12 @@ impl Broker {
             self.part_failed_here(&other, &told);
         }
         self.check_served(key);
+        self.watch_publish(key);
     }
 
     /// A decode rank has everything.
     pub(crate) fn serve_rank(&mut self, key: &PublishKey, engine: &EngineId, rank: u32) {
-        let now = self.now;
+        let (now, lease) = (self.now, self.config.lease_us);
         let Some(publish) = self.publishes.get_mut(key) else {
             return;
         };
@@ -320,6 +351,7 @@ impl Broker {
         let all = u32::try_from(serving.delivered.len()).is_ok_and(|count| count >= serving.of);
         if all && serving.outcome.is_none() {
             serving.outcome = Some(Outcome::Delivered);
+            publish.lease_until = publish.lease_until.max(now + lease);
         }
         self.check_served(key);
         self.watch_publish(key);

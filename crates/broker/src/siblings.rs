@@ -7,7 +7,7 @@ use kvferry_handshake::Code;
 
 use crate::Broker;
 use crate::ended::Memory;
-use crate::faults::{for_sibling, from_peer};
+use crate::faults::{for_sibling, from_peer, remembered};
 use crate::io::{Micros, PeerAddress};
 use crate::peer::{Body, EngineId, SiblingFailure};
 use crate::ranks::RankLife;
@@ -119,7 +119,7 @@ impl Broker {
             let until = self.remember_until();
             self.engine_ends
                 .failed
-                .put(key, (attempt, failure.cause.clone()), until);
+                .put(key, (attempt, remembered(&failure.cause)), until);
         }
         for life in lives {
             match failure.side {

@@ -27,6 +27,9 @@ pub(crate) struct Wanted {
     pub(crate) heard: Heard,
     /// Questions up to this one may have overtaken the announcement.
     known_since: u64,
+    /// Questions up to this one were asked before it was last announced: who does not know it yet is told once a
+    /// question, and questions come from a timer.
+    announced_since: u64,
     /// When the pair of engines was last offered to that daemon.
     offered: Option<Micros>,
 }
@@ -92,6 +95,7 @@ impl Broker {
                 landed: false,
                 heard: Heard::Nothing,
                 known_since: 0,
+                announced_since: 0,
                 offered: None,
             };
             parts.insert(rank, part);
@@ -145,16 +149,18 @@ impl Broker {
 
     /// Announces to the daemons of all prefill ranks, or to one, those ranks that have not answered.
     fn announce(&mut self, number: u64, only: Option<&PeerAddress>) {
-        let Some(fetch) = self.fetches.get(number) else {
+        let Some(fetch) = self.fetches.get_mut(number) else {
             return;
         };
         let (Some(terms), Some(rank)) = (&fetch.terms, self.ranks.get(fetch.rank)) else {
             return;
         };
+        let serial = fetch.serial;
         let mut offers: BTreeMap<(PeerAddress, u64), Vec<Offer>> = BTreeMap::new();
-        for (rank, part) in &fetch.parts {
+        for (rank, part) in &mut fetch.parts {
             let wanted = only.is_none_or(|only| part.seat.peer == *only);
             if wanted && matches!(part.heard, Heard::Nothing) {
+                part.announced_since = serial;
                 let daemon = (part.seat.peer.clone(), part.seat.incarnation);
                 offers.entry(daemon).or_default().push(Offer {
                     rank: *rank,
@@ -240,7 +246,11 @@ impl Broker {
             part.known_since = last;
         }
         match state {
-            PartState::Unknown if !known => self.announce(number, Some(peer)),
+            PartState::Unknown if !known => {
+                if serial > part.announced_since && serial <= last {
+                    self.announce(number, Some(peer));
+                }
+            }
             PartState::Unknown if serial > part.known_since => {
                 let cause = Fault::new(Code::PeerLost, format!("{} forgot the transfer", peer.0));
                 self.fail_fetch(number, cause);
@@ -280,15 +290,20 @@ impl Broker {
         let Some(fetch) = self.fetches.get_mut(number) else {
             return;
         };
-        let (Some(part), Some(terms)) = (fetch.parts.get_mut(&rank), fetch.terms.clone()) else {
+        let (Some(part), Some(terms)) = (fetch.parts.get(&rank), fetch.terms.clone()) else {
             return;
         };
         // A daemon that never takes the offer must not keep both of us busy.
         if part.offered.is_some_and(|at| now < at + interval) {
             return;
         }
-        part.offered = Some(now);
         let seat = part.seat.clone();
+        for part in fetch.parts.values_mut() {
+            // It is the daemon that is offered the pair, for all of its ranks.
+            if part.seat.peer == seat.peer {
+                part.offered = Some(now);
+            }
+        }
         if let Some(rank) = self.ranks.get(fetch.rank) {
             let envelope = rank.envelope.clone();
             self.offer_link_to(&seat.peer, seat.incarnation, &terms, policy, &envelope);

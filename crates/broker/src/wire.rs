@@ -60,6 +60,16 @@ impl PeerMessage {
             Body::Leave { name, .. } => check_name(name),
             Body::Detach { engine, cause } => check_engine(engine).and_then(|()| check_fault(cause)),
             Body::Failed(failure) | Body::SiblingFailed(failure) => check_failure(failure),
+            Body::Hint {
+                home,
+                name,
+                transfer,
+                by,
+                ..
+            } => within("home", home.len(), MAX_ADDRESS)
+                .and_then(|()| check_name(name))
+                .and_then(|()| check_transfer(transfer))
+                .and_then(|()| check_engine(by)),
             Body::Expect {
                 name, transfer, by, ..
             } => check_name(name)

@@ -78,7 +78,7 @@ impl Broker {
             Stage::Waiting => {
                 self.end_part(key, Some(cause));
                 let until = self.forgone_until();
-                self.forgone.put(&publish_key, decode, Some(cause.clone()), until);
+                self.forgone.put(&publish_key, decode, Some(cause), until);
             }
             Stage::Bound => {
                 self.end_part(key, Some(cause));
@@ -115,7 +115,9 @@ impl Broker {
         part.stage = Stage::Ended;
         let job = part.job;
         if let Some(cause) = cause {
-            self.announced.ended.put(key.clone(), cause.clone(), until);
+            self.announced
+                .ended
+                .put(key.clone(), faults::remembered(cause), until);
         }
         self.timers.cancel(&Timer::Part(key.clone()));
         match job {
@@ -197,7 +199,7 @@ impl Broker {
                 self.fail_serving(&publish_key, &decode, &cause, Some(&key));
             } else {
                 let until = self.forgone_until();
-                self.forgone.put(&publish_key, decode, Some(cause.clone()), until);
+                self.forgone.put(&publish_key, decode, Some(&cause), until);
             }
         }
     }

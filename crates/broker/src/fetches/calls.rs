@@ -133,10 +133,10 @@ impl Broker {
         let Some(fetch) = self.fetches.get(number) else {
             return;
         };
-        let key = fetch.link.clone();
+        let (key, anew) = (fetch.link.clone(), fetch.anew);
         if let Some(rank) = self.ranks.get(fetch.rank) {
             let envelope = rank.envelope.clone();
-            self.want_link(number, &key, &envelope);
+            self.want_link(number, &key, &envelope, anew);
         }
     }
 

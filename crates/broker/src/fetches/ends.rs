@@ -25,7 +25,7 @@ impl Broker {
                 let (life, transfer) = (fetch.rank, fetch.transfer.clone());
                 return self.fail_siblings(life, Side::Fetch, &transfer, &cause);
             }
-            Stage::Linking | Stage::Moving => faults::with(&cause, &fetch.standing()),
+            Stage::Linking | Stage::Moving => faults::in_phase(&cause, || fetch.standing()),
         };
         let (life, transfer) = (fetch.rank, fetch.transfer.clone());
         // First, for the rank may go with the last that ends.
@@ -87,8 +87,9 @@ impl Broker {
             Stage::Ending(Goal::Fail(cause)) => Some(cause),
             Stage::Linking | Stage::Moving => None,
         };
-        let state = cause.clone().map_or(FetchState::Delivered, FetchState::Failed);
-        self.fetches.ended.put(number, state.clone(), until);
+        let kept = cause.as_ref().map(faults::remembered);
+        let kept = kept.map_or(FetchState::Delivered, FetchState::Failed);
+        self.fetches.ended.put(number, kept, until);
         self.fetches
             .by_transfer
             .remove(&(fetch.rank, fetch.transfer.clone()));
@@ -97,7 +98,7 @@ impl Broker {
             for (peer, incarnation) in fetch.daemons() {
                 let body = Body::FetchState {
                     fetch: number,
-                    state: state.clone(),
+                    state: FetchState::Delivered,
                 };
                 self.say(&peer, incarnation, body);
             }

@@ -29,7 +29,7 @@ impl Broker {
         link.send_envelope = false;
         if let Err(cause) = self.learn_pair(&key, &answer) {
             let Some(cause) = cause else {
-                return self.ask_link(&key);
+                return self.hasten_link(&key);
             };
             return self.refuse_link(&key, &answer.engine, &cause);
         }

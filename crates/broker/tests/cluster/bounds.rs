@@ -85,13 +85,13 @@ fn fetches_out_of_bounds_are_refused_and_leave_nothing() {
             "many pages",
             Code::OverLimit,
             Fetch {
-                pages: lists(0..20),
+                pages: lists(0..21),
                 ..good.clone()
             },
         ),
         (
             "many groups",
-            Code::OverLimit,
+            Code::PagesInvalid,
             Fetch {
                 pages: PageLists {
                     groups: vec![vec![]; 21],
@@ -242,7 +242,7 @@ fn publishes_out_of_bounds_are_refused_and_leave_nothing() {
             "many pages",
             Code::OverLimit,
             Publish {
-                pages: Some(lists(0..20)),
+                pages: Some(lists(0..21)),
                 ..good.clone()
             },
         ),
@@ -452,7 +452,7 @@ fn a_rank_has_so_many_open_transfers_and_no_more() {
 
 #[test]
 fn page_lists_of_all_transfers_have_a_bound() {
-    let mut cluster = Cluster::with(1, 2, |_, config| config.limits.pages = 12);
+    let mut cluster = Cluster::with(1, 2, |_, config| config.limits.pages = 11);
     let (p, d) = pair(&mut cluster, &[0], &[1]);
     let (prefill, decode) = (cluster.ranks_of(p)[0], cluster.ranks_of(d)[0]);
     cluster.publish(prefill, &id("a", 0), 36, Ready::default(), 1, None);

@@ -27,6 +27,7 @@ mod ending;
 mod engines;
 mod geometry;
 mod hostile;
+mod insisting;
 mod ledger;
 mod linking;
 mod meeting;

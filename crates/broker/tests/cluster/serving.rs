@@ -1,11 +1,14 @@
 //! Whom a publish serves: attempts, several engines, leases, hints.
 
+use std::sync::{Arc, Mutex};
+
+use kvferry_broker::{Body, Input};
 use kvferry_control::Event;
 use kvferry_handshake::{Code, Ready};
 
 use crate::engines::{id, tokens};
 use crate::scene::{MOMENT, assert_codes, decode_engine, pair, under_way};
-use crate::sim::{Cluster, LEASE};
+use crate::sim::{Cluster, DEADLINE, LEASE};
 
 #[test]
 fn a_higher_attempt_takes_the_lower_ones_place_whoever_brings_it() {
@@ -276,4 +279,123 @@ fn a_publish_whose_fetch_has_failed_already_ends_at_once() {
     cluster.run_for(MOMENT);
     assert!(cluster.all_delivered(e, &id("two", 0)));
     assert_eq!(cluster.codes_of(p, &id("two", 0)), [Some(Code::Aborted); 2]);
+}
+
+#[test]
+fn the_end_of_one_engine_leaves_the_others_a_whole_lease() {
+    for fails in [false, true] {
+        let mut cluster = Cluster::new(1, 3);
+        let (p, d) = pair(&mut cluster, &[0], &[1]);
+        let e = decode_engine(&mut cluster, "e", &[2]);
+        let (prefill, decode, transfer) = (cluster.ranks_of(p)[0], cluster.ranks_of(d)[0], id("a", 0));
+        cluster.publish(prefill, &transfer, 17, Ready::complete(17), 2, None);
+        let begun = cluster.now;
+        cluster.run_for(LEASE - MOMENT);
+        // It is served beyond the publish's first lease.
+        for node in &mut cluster.nodes {
+            node.data.troubles.delay = DEADLINE / 2;
+        }
+        cluster.fetch_all(d, p, &transfer, 17);
+        if fails {
+            cluster.run_for(2 * MOMENT);
+            cluster.abort(decode, &transfer);
+        }
+        let ended = |cluster: &Cluster| cluster.end_of(decode, &id("a", 0)).is_some();
+        assert!(cluster.run_until(2 * DEADLINE, ended));
+        assert!(cluster.now > begun + LEASE);
+        for node in &mut cluster.nodes {
+            node.data.troubles.delay = 20;
+        }
+        cluster.run_for(LEASE / 2);
+        assert_eq!(
+            cluster.end_of(decode, &transfer).map(|end| end.is_err()),
+            Some(fails)
+        );
+        assert_eq!(
+            cluster.code_of(prefill, &transfer),
+            None,
+            "it waits for the second engine"
+        );
+        cluster.fetch_all(e, p, &transfer, 17);
+        cluster.run_for(MOMENT);
+        assert!(cluster.all_delivered(e, &transfer));
+    }
+}
+
+#[test]
+fn only_the_daemons_of_its_ranks_and_its_home_speak_for_an_engine() {
+    let mut cluster = Cluster::new(1, 3);
+    let heard = Arc::new(Mutex::new(Vec::new()));
+    let record = heard.clone();
+    cluster.change(move |_, message| {
+        if matches!(message.body, Body::Hint { .. } | Body::Expect { .. }) {
+            record.lock().unwrap().push(message.clone());
+        }
+        true
+    });
+    // Its home is node 1; node 2 has nothing of it.
+    let (p, d) = pair(&mut cluster, &[0], &[1]);
+    let (prefill, decode) = (cluster.ranks_of(p)[0], cluster.ranks_of(d)[0]);
+    cluster.hint(decode, p, &id("a", 0), true);
+    cluster.run_for(MOMENT);
+    cluster.be_honest();
+    let heard = std::mem::take(&mut *heard.lock().unwrap());
+    assert_eq!(heard.len(), 2, "it goes by way of the home: {heard:?}");
+    cluster.publish(prefill, &id("a", 0), 4, Ready::complete(4), 1, None);
+    assert_eq!(cluster.code_of(prefill, &id("a", 0)), Some(Code::Declined));
+    cluster.publish(prefill, &id("b", 0), 4, Ready::complete(4), 1, None);
+    for (node, message) in [(1, &heard[0]), (0, &heard[1])] {
+        let mut message = message.clone();
+        if let Body::Hint { transfer, .. } | Body::Expect { transfer, .. } = &mut message.body {
+            *transfer = id("b", 0);
+        }
+        let said = |peer: usize, incarnation: u64| Input::Peer {
+            peer: cluster.nodes[peer].address.clone(),
+            incarnation,
+            message: message.clone(),
+        };
+        let (stranger, late) = (
+            said(2, cluster.nodes[2].life),
+            said(1, cluster.nodes[1].life - 100),
+        );
+        cluster.input(node, stranger);
+        cluster.input(node, late);
+        cluster.run_for(MOMENT);
+        assert_eq!(cluster.code_of(prefill, &id("b", 0)), None, "{message:?}");
+    }
+    cluster.hint(decode, p, &id("b", 0), true);
+    cluster.run_for(MOMENT);
+    assert_eq!(cluster.code_of(prefill, &id("b", 0)), Some(Code::Declined));
+}
+
+#[test]
+fn a_later_life_of_an_engine_is_told_that_an_earlier_one_fetches() {
+    let mut cluster = Cluster::new(1, 3);
+    cluster.stall();
+    // The decode engine's ranks are on two daemons; its home restarts.
+    let (p, d) = pair(&mut cluster, &[0], &[1, 2]);
+    let decode = cluster.ranks_of(d);
+    cluster.publish_all(p, &id("a", 0), 17);
+    cluster.fetch(decode[1], p, &id("a", 0), tokens(0, 17), 17);
+    cluster.run_for(MOMENT);
+    cluster.crash(1);
+    cluster.run_for(MOMENT);
+    cluster.boot(1);
+    cluster.start(d);
+    cluster.run_for(DEADLINE / 2);
+    cluster.fetch(decode[0], p, &id("a", 0), tokens(0, 17), 17);
+    cluster.run_for(MOMENT);
+    let Some(Err(cause)) = cluster.end_of(decode[0], &id("a", 0)) else {
+        panic!("it is refused");
+    };
+    assert_eq!(cause.code, Code::StaleIncarnation);
+    let words = "an earlier life of engine d fetches it";
+    assert!(cause.message.contains(words), "{}", cause.message);
+    assert!(cause.message.contains("higher attempt"), "{}", cause.message);
+    // As it says: a higher attempt is served.
+    cluster.unstall();
+    cluster.publish_all(p, &id("a", 1), 17);
+    cluster.fetch_all(d, p, &id("a", 1), 17);
+    cluster.run_for(MOMENT);
+    assert!(cluster.all_delivered(d, &id("a", 1)));
 }

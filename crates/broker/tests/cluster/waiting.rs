@@ -63,14 +63,38 @@ fn what_does_not_go_forward_fails_at_the_deadline_and_says_where_it_stood() {
         p,
         &["waiting for the fetch of its rank 1", "engine d at node1:7400"],
     );
-    // Bytes do not move.
-    let (mut cluster, p, d) = under_way();
-    fail(
-        &mut cluster,
-        d,
-        &["moving from prefill rank", "0 of 544 bytes done"],
-    );
-    fail(&mut cluster, p, &["bytes done"]);
+    // Bytes do not move. Both sides are told the phase of the one that noticed it.
+    for (impatient, words) in [
+        (
+            1,
+            ["moving from prefill rank 0 at node0:7400", "0 of 1088 bytes done"],
+        ),
+        (0, ["engine d at node1:7400: moving to it", "0 bytes done"]),
+    ] {
+        let mut cluster = Cluster::with(1, 2, |node, config| {
+            if node == impatient {
+                config.deadline_us = DEADLINE / 2;
+            }
+        });
+        cluster.stall();
+        let (p, d) = pair(&mut cluster, &[0], &[1]);
+        cluster.publish_all(p, &id("a", 0), 17);
+        cluster.fetch_all(d, p, &id("a", 0), 17);
+        fail(&mut cluster, d, &words);
+        fail(&mut cluster, p, &words);
+        for engine in [p, d] {
+            let rank = cluster.ranks_of(engine)[0];
+            let Some(Err(cause)) = cluster.end_of(rank, &id("a", 0)) else {
+                panic!("it failed");
+            };
+            assert_eq!(
+                cause.message.matches('[').count(),
+                1,
+                "one phase: {}",
+                cause.message
+            );
+        }
+    }
 }
 
 #[test]

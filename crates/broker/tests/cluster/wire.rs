@@ -130,6 +130,16 @@ pub(crate) fn samples() -> Vec<(&'static str, Body)> {
         ("failed", Body::Failed(failure(Side::Publish))),
         ("sibling_failed", Body::SiblingFailed(failure(Side::Fetch))),
         (
+            "hint",
+            Body::Hint {
+                home: "node1:7400".to_owned(),
+                name: "p".to_owned(),
+                transfer: id("request-1", 2),
+                by: engine("d"),
+                declined: true,
+            },
+        ),
+        (
             "expect",
             Body::Expect {
                 name: "p".to_owned(),
@@ -410,6 +420,20 @@ fn what_is_longer_than_any_honest_daemon_makes_it_is_refused() {
             cause: worded(),
             ..failure(Side::Fetch)
         }),
+        Body::Hint {
+            home: long.clone(),
+            name: "p".to_owned(),
+            transfer: id("a", 0),
+            by: engine("d"),
+            declined: true,
+        },
+        Body::Hint {
+            home: "node1:7400".to_owned(),
+            name: "p".to_owned(),
+            transfer: id("a", 0),
+            by: far(engine("d")),
+            declined: true,
+        },
         Body::Expect {
             name: long.clone(),
             transfer: id("a", 0),
