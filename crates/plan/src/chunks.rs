@@ -10,6 +10,7 @@ use kvferry_handshake::{ABSENT, Code, PageLists, Ready, TokenRange, Unit};
 
 use crate::grid::Grid;
 use crate::link::LinkPlan;
+use crate::pages::PageRules;
 use crate::stream::{SOURCE, Span, Stream, TARGET};
 use crate::walk::Walk;
 use crate::{Extent, Move, PlanError, Side};
@@ -225,7 +226,8 @@ impl ChunkMap {
         let error = |code, what: String| PlanError {
             code,
             message: format!(
-                "page list of group {group} of prefill rank {}: {what}",
+                "page list of group {:?} of prefill rank {}: {what}",
+                rules(&self.fetch.link, SOURCE, stream.prefill_rank).map_or("", |rules| rules.name(group)),
                 self.fetch.prefill_rank
             ),
         };
@@ -415,9 +417,11 @@ impl ChunkMap {
 }
 
 fn pool(link: &LinkPlan, side: usize, rank: u32, stream: &Stream) -> u32 {
-    let rank = usize::try_from(rank).unwrap_or(usize::MAX);
-    let rules = link.rules[side].get(rank);
-    rules.map_or(0, |rules| rules.pool(stream.groups[side]))
+    rules(link, side, rank).map_or(0, |rules| rules.pool(stream.groups[side]))
+}
+
+fn rules(link: &LinkPlan, side: usize, rank: u32) -> Option<&PageRules> {
+    link.rules[side].get(usize::try_from(rank).ok()?)
 }
 
 /// Pages that move whole must not be held in part.

@@ -8,6 +8,13 @@ use crate::stream::{Span, Stream, TARGET};
 /// ready move while others are computed.
 const LAYER_BLOCKS: u64 = 4;
 
+/// At least about so many blocks of tokens, where more than the end of a prompt can be ready: tokens that are ready move
+/// while others are computed.
+const TOKEN_BLOCKS: u64 = 4;
+
+/// Chunks are not made smaller than this for the sake of moving early.
+const LEAST_BYTES: u64 = 64 << 10;
+
 /// How one stream is cut.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Grid {
@@ -39,17 +46,30 @@ impl Grid {
         };
         let unit = stream.layer_row().saturating_mul(rows_of_align);
         let one_layer = stream.layer_row().saturating_mul(rows).max(1);
+        let fitting = |layers: u64| (chunk_bytes / unit.saturating_mul(layers)).max(1);
+        // A page that holds all layers moves whole: the longest moves run through them.
+        let units = if stream.layers_in_page() {
+            fitting((chunk_bytes / unit).clamp(1, layers.max(1)))
+        } else {
+            fitting(1)
+        };
+        // Windows and states move at the end only.
+        let units = if stream.unit == Unit::Slot || stream.window.is_some() {
+            units
+        } else {
+            let part = (range.1 - range.0).div_ceil(align.saturating_mul(TOKEN_BLOCKS));
+            let least = LEAST_BYTES.div_ceil(unit.saturating_mul(layers.div_ceil(LAYER_BLOCKS).max(1)));
+            units.min(part.max(least).max(1))
+        };
         let most = if stream.layers_in_page() {
-            // A page holds all layers: the longest moves run through them.
             chunk_bytes / unit
         } else {
             // Few tokens: several layers, but not all of them.
-            (chunk_bytes / one_layer).min(layers.div_ceil(LAYER_BLOCKS))
+            let block = one_layer.min(unit.saturating_mul(units));
+            (chunk_bytes / block).min(layers.div_ceil(LAYER_BLOCKS))
         };
         let layer_blocks = layers.div_ceil(most.clamp(1, layers.max(1)));
         let layers = layers.div_ceil(layer_blocks.max(1)).max(1);
-        let units =
-            (chunk_bytes / unit.saturating_mul(if stream.layers_in_page() { layers } else { 1 })).max(1);
         let step = align.saturating_mul(units).max(1);
         let blocks = if range.0 < range.1 {
             (range.0 / step, range.1.div_ceil(step))

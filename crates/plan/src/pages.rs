@@ -96,6 +96,13 @@ impl PageRules {
         self.groups.get(usize::from(group)).map_or(0, |group| group.pool)
     }
 
+    /// Name of a group.
+    pub(crate) fn name(&self, group: u16) -> &str {
+        self.groups
+            .get(usize::from(group))
+            .map_or("", |group| &group.name)
+    }
+
     /// The rules that both sides have.
     pub(crate) fn check(&self, pages: &PageLists, tokens: u64) -> Result<(), PlanError> {
         if tokens > MAX_TOKENS {

@@ -338,7 +338,9 @@ fn groups_that_share_a_pool_share_no_page() {
 
 #[test]
 fn what_is_absent_at_the_source_is_named_and_never_read() {
-    let link = link(&llama_70b(Allocation::LayerPart));
+    // A chunk a layer.
+    let model = ModelShape::new("llama", 4).kv(0..4, 8, 128);
+    let link = link(&launch(8).envelope(&model).unwrap());
     let source = |list: Vec<u32>| PageLists { groups: vec![list] };
     let wanting = |list: Vec<u32>| map(&link, 0, 48, &Arc::new(source(list))).unwrap();
     let all = wanting(vec![0, 1, 2]);
@@ -366,11 +368,146 @@ fn what_is_absent_at_the_source_is_named_and_never_read() {
                 .extents(chunk, Side::Prefill, &bad)
                 .map(|extent| extent.len)
                 .sum();
-            assert_eq!(read, 16 * 256, "the first page of the first layer");
+            assert_eq!(read, 16 * 256, "the first page of the layer");
             assert!(
                 all.moves(chunk, &bad)
                     .all(|step| step.source_offset == 9 * 16 * 256)
             );
         }
     }
+}
+
+#[test]
+fn the_first_tokens_of_a_short_prompt_move_before_its_end() {
+    let heads_in_all_pages = [
+        Allocation::LayerPart,
+        Allocation::LayerPages,
+        Allocation::PageMajor,
+    ];
+    for (tp, page_size, count, from) in [
+        (1, 16, 964, 0),
+        (8, 16, 964, 0),
+        (4, 1, 300, 0),
+        (1, 16, 6_000, 5_036),
+    ] {
+        for allocation in heads_in_all_pages {
+            let launch = Launch {
+                allocation,
+                page_size,
+                ..launch(tp)
+            };
+            let model = ModelShape::new("llama", 32).kv(0..32, 8, 128);
+            let link = link(&launch.envelope(&model).unwrap());
+            let pages = lists(&[u32::try_from(count).unwrap().div_ceil(page_size)]);
+            let map = map(&link, from, count, &pages).unwrap();
+            let ready = |to: u64| -> u64 {
+                let chunks = (0..map.chunks()).filter(|chunk| map.is_ready(*chunk, &tokens(to)));
+                chunks.map(|chunk| map.chunk_bytes(chunk)).sum()
+            };
+            let asked = count - from;
+            let (total, half) = (map.total_bytes(), ready(from + asked / 2));
+            assert!(
+                half >= total / 5,
+                "{allocation:?} TP{tp}: {half} of {total} after half of {asked} tokens"
+            );
+            // All but about a quarter, before the last token is there.
+            assert!(ready(count - 1) >= total * 7 / 10, "{allocation:?} TP{tp}");
+            assert!(
+                map.chunks() <= 32 * 8,
+                "{allocation:?} TP{tp}: {} chunks",
+                map.chunks()
+            );
+        }
+    }
+}
+
+#[test]
+fn few_bytes_are_not_cut_smaller() {
+    let envelope = launch(8)
+        .envelope(&ModelShape::new("llama", 32).kv(0..32, 8, 128))
+        .unwrap();
+    let map = map(&link(&envelope), 0, 64, &lists(&[4])).unwrap();
+    // 64 tokens of 8 layers are 256 KiB.
+    assert_eq!(map.chunks(), 4 * 4);
+    let map = ChunkMap::new(
+        &link(&envelope),
+        0,
+        0,
+        TokenRange { from: 0, to: 32 },
+        lists(&[2]),
+    )
+    .unwrap();
+    let sizes: Vec<u64> = (0..map.chunks()).map(|chunk| map.chunk_bytes(chunk)).collect();
+    assert_eq!(sizes, [64 << 10; 8]);
+}
+
+#[test]
+fn what_is_ready_has_its_pages_and_the_rest_may_wait_for_them() {
+    let model = ModelShape::new("hybrid", 4)
+        .kv(0..2, 1, 64)
+        .window(2..3, 1, 64, 100)
+        .state("state", 3..4, &[("x", 1, 64)], Element::Fp32);
+    let envelope = launch(1).envelope(&model).unwrap();
+    let at = |name: &str| {
+        envelope
+            .page_groups
+            .iter()
+            .position(|group| group.name == name)
+            .unwrap()
+    };
+    let wanted: Vec<u32> = envelope
+        .page_groups
+        .iter()
+        .map(|group| if group.name == "slots" { 1 } else { 20 })
+        .collect();
+    let map = map(&link(&envelope), 16, 320, &lists(&wanted)).unwrap();
+    // Of the group of full layers, so many pages; of windows and states none yet.
+    let source = |pages: u32| {
+        let mut groups = vec![Vec::new(); envelope.page_groups.len()];
+        groups[at("pages")] = (0..pages).collect();
+        PageLists { groups }
+    };
+    let ready = |tokens: u64, front_tokens: u64, front_layers: u32| Ready {
+        tokens,
+        front_tokens,
+        front_layers,
+        end: None,
+    };
+    map.check_ready(&Ready::default(), &source(0)).unwrap();
+    map.check_ready(&tokens(160), &source(10)).unwrap();
+    assert_eq!(
+        code(map.check_ready(&tokens(161), &source(10))),
+        Code::PagesInvalid
+    );
+    // Layers that run ahead need their pages too, and those only.
+    map.check_ready(&ready(160, 320, 0), &source(10)).unwrap();
+    assert_eq!(
+        code(map.check_ready(&ready(160, 320, 1), &source(10))),
+        Code::PagesInvalid
+    );
+    map.check_ready(&ready(160, 320, 1), &source(20)).unwrap();
+    let mut absent = source(20);
+    absent.groups[at("pages")][9] = ABSENT;
+    map.check_ready(&tokens(144), &absent).unwrap();
+    let error = map.check_ready(&tokens(145), &absent).unwrap_err();
+    assert_eq!(error.code, Code::PageAbsent);
+    assert!(error.message.contains("group \"pages\""), "{error}");
+    // What the decode side holds already is not asked for.
+    absent.groups[at("pages")] = source(20).groups[at("pages")].clone();
+    absent.groups[at("pages")][0] = ABSENT;
+    map.check_ready(&tokens(320), &absent).unwrap();
+    // At the end everything has to be there.
+    let error = map.check_ready(&Ready::complete(320), &source(20)).unwrap_err();
+    assert_eq!(error.code, Code::PagesInvalid);
+    let mut whole = source(20);
+    whole.groups[at("window")] = (0..20).collect();
+    whole.groups[at("slots")] = vec![0];
+    map.check_ready(&Ready::complete(320), &whole).unwrap();
+    // A prompt that ends early needs fewer.
+    whole.groups[at("pages")].truncate(3);
+    map.check_ready(&Ready::complete(48), &whole).unwrap();
+    assert_eq!(
+        code(map.check_ready(&Ready::complete(49), &whole)),
+        Code::PagesInvalid
+    );
 }
