@@ -14,7 +14,7 @@ use crate::pair::{self, Flow, LARGE, Log, Node, Pair, Size, config};
 /// Rows of 4 KiB in chunks that fit into a test.
 const SMALL: Size = Size {
     layers: 2,
-    tokens: 64,
+    tokens: 16,
     page_size: 16,
     width: 2048,
 };
