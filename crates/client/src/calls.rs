@@ -62,6 +62,8 @@ pub(crate) struct Attachment {
 pub(crate) struct Region {
     pub(crate) memory: Arc<RegionMemory>,
     pub(crate) generation: u64,
+    /// The daemon has it now.
+    pub(crate) held: bool,
 }
 
 /// A call that is not answered yet.
@@ -88,6 +90,27 @@ pub(crate) enum Pending {
     Call {
         reply: Reply<Answer>,
     },
+    /// Part of giving a daemon again what it had: the attachment (`None`), or a region.
+    Restore {
+        region: Option<u16>,
+    },
+}
+
+impl Command {
+    /// Answers it without having done anything.
+    pub(crate) fn refuse(self, why: ClientError) {
+        // Whoever asked may have gone; then nobody needs the answer.
+        match self {
+            Command::Attach { reply, .. }
+            | Command::Reattach { reply }
+            | Command::Unregister { reply, .. } => {
+                drop(reply.send(Err(why)));
+            }
+            Command::Register { reply, .. } => drop(reply.send(Err(why))),
+            Command::Transfer { reply, .. } => drop(reply.send(Err(why))),
+            Command::Call { reply, .. } => drop(reply.send(Err(why))),
+        }
+    }
 }
 
 impl Pending {
@@ -99,6 +122,7 @@ impl Pending {
             Pending::Register { reply, .. } => drop(reply.send(Err(refused()))),
             Pending::Transfer { reply, .. } => drop(reply.send(Err(refused()))),
             Pending::Call { reply } => drop(reply.send(Err(refused()))),
+            Pending::Restore { .. } => {}
             Pending::Unregister { region, reply } => {
                 regions.remove(&region);
                 let _ = reply.send(Ok(()));

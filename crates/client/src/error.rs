@@ -19,6 +19,12 @@ pub enum ClientError {
         /// What the last try met.
         cause: io::Error,
     },
+    /// The daemon is back, or is asked to take the attachment again, and does not have all regions yet.
+    #[error("the daemon at {} is being given the attachment and its regions again; wait for Rank::ready", socket.display())]
+    Resuming {
+        /// The socket.
+        socket: PathBuf,
+    },
     /// The client's side of it failed: a memfd could not be made, or is not what it must be.
     #[error("{what}: {cause}")]
     Memory {
@@ -37,7 +43,7 @@ impl ClientError {
     pub fn can_retry(&self) -> bool {
         match self {
             ClientError::Refused(fault) => fault.code.can_retry(),
-            ClientError::DaemonAway { .. } => true,
+            ClientError::DaemonAway { .. } | ClientError::Resuming { .. } => true,
             ClientError::Memory { .. } | ClientError::Closed => false,
         }
     }

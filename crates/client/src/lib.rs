@@ -28,7 +28,8 @@
 //! ```
 //!
 //! When the daemon goes away, every open transfer ends with `daemon_restarted`, and the client connects
-//! again with back-off, attaches and registers again by itself: it keeps the envelope and the memory.
+//! again with back-off, attaches and registers again by itself: it keeps the envelope and the memory. Until then calls
+//! are refused with errors for which [`ClientError::can_retry`] holds; [`Rank::ready`] waits.
 #![forbid(unsafe_code)]
 
 mod backoff;

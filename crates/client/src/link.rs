@@ -5,25 +5,27 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
-use kvferry_control::{Answer, Call, Event, Request, Response, Side, Welcome};
+use kvferry_control::{Call, Request, Response, Welcome};
 use kvferry_handshake::{Code, encode};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::sync::{broadcast, mpsc, oneshot, watch};
+use tokio::sync::{broadcast, mpsc, watch};
 
 use crate::backoff::Backoff;
 use crate::calls::{Attachment, Command, Pending, Region, TransferKey};
 use crate::socket::{self, Socket};
-use crate::transfer::{Delivered, Failed, TransferState};
-use crate::{ClientError, Fault, Notice, Registered};
+use crate::transfer::{Failed, TransferState};
+use crate::{ClientError, Fault, Notice};
+
+mod restore;
+mod told;
+
+use restore::{Restore, Why};
 
 /// Calls that wait for the task, at most; further callers wait.
 pub(crate) const COMMANDS: usize = 256;
 /// Notices kept for a reader that is behind.
 pub(crate) const NOTICES: usize = 1024;
-/// A daemon that takes longer to take all regions back counts as away.
-const RESUME_PATIENCE: Duration = Duration::from_secs(60);
 /// While so many bytes wait to be written, no further call is taken.
 const MAX_QUEUED: usize = 1 << 20;
 
@@ -43,10 +45,14 @@ pub(crate) struct Link {
     pub(crate) notices: broadcast::Sender<Notice>,
     pub(crate) presence: watch::Sender<Presence>,
     attachment: Option<Attachment>,
+    /// The daemon has the attachment now.
+    attached: bool,
     regions: BTreeMap<u16, Region>,
     transfers: HashMap<TransferKey, Arc<watch::Sender<TransferState>>>,
     pending: HashMap<u64, Pending>,
     next_number: u64,
+    restore: Option<Restore>,
+    backoff: Backoff,
 }
 
 /// Why serving a connection stopped.
@@ -55,6 +61,8 @@ enum Stop {
     Dropped,
     /// The connection is of no use any more.
     Lost(Fault),
+    /// The daemon is back, but does not take back what it had.
+    Refused(ClientError),
 }
 
 impl Link {
@@ -70,44 +78,52 @@ impl Link {
             notices,
             presence,
             attachment: None,
+            attached: false,
             regions: BTreeMap::new(),
             transfers: HashMap::new(),
             pending: HashMap::new(),
             next_number: 0,
+            restore: None,
+            backoff: Backoff::new(),
         }
     }
 
     /// Serves connections until every handle is dropped.
     pub(crate) async fn run(mut self, mut socket: Socket) {
-        while let Stop::Lost(cause) = self.serve(&mut socket).await {
-            self.lose(&cause);
-            match self.reconnect(cause).await {
-                Some(next) => socket = next,
-                None => return,
-            }
+        loop {
+            let cause = match self.serve(&mut socket).await {
+                Stop::Dropped => return,
+                Stop::Lost(fault) => self.lose(fault),
+                Stop::Refused(error) => self.refused_back(error),
+            };
+            drop(socket);
+            let Some((next, welcome)) = self.reconnect(cause).await else {
+                return;
+            };
+            socket = next;
+            self.detached();
+            self.begin_restore(Why::Returned(welcome));
         }
     }
 
     async fn serve(&mut self, socket: &mut Socket) -> Stop {
         loop {
+            if let Some(stop) = self.restore_on(socket) {
+                return stop;
+            }
             let Socket {
                 stream,
                 reader,
                 writer,
             } = socket;
             let queued = writer.queued();
+            let late = self.restore.as_ref().and_then(Restore::late);
             tokio::select! {
                 read = socket::read(stream, reader) => match read {
-                    Ok(Ok(Some(Response::Hello(Err(parting))))) => {
-                        fenced(socket).await;
-                        return Stop::Lost(parting);
-                    }
+                    Ok(Ok(Some(Response::Hello(Err(parting))))) => return self.fenced(socket, parting).await,
                     Ok(Ok(Some(response))) => self.response(response),
                     Ok(Ok(None)) => return Stop::Lost(self.lost("it closed the connection")),
-                    Ok(Err(error)) => {
-                        fenced(socket).await;
-                        return Stop::Lost(error.into());
-                    }
+                    Ok(Err(error)) => return self.fenced(socket, error.into()).await,
                     Err(error) => return Stop::Lost(self.lost(&error.to_string())),
                 },
                 written = socket::write(stream, writer), if queued > 0 => if let Err(error) = written {
@@ -116,100 +132,51 @@ impl Link {
                     writer.clear();
                 },
                 command = self.commands.recv(), if queued < MAX_QUEUED => match command {
-                    Some(command) => self.command(socket, command).await,
+                    Some(command) if self.restore.is_some() => self.not_yet(socket, command),
+                    Some(command) => self.command(socket, command),
                     None => return Stop::Dropped,
                 },
+                () = restore::until(late) => {
+                    return Stop::Lost(self.lost("it takes too long to take back what it had"));
+                }
             }
         }
     }
 
-    /// Connects again with back-off, attaches and registers again; meanwhile calls are refused.
-    async fn reconnect(&mut self, cause: Fault) -> Option<Socket> {
-        let mut backoff = Backoff::new();
-        let mut cause = io::Error::other(cause);
+    /// Connects again with back-off; meanwhile calls are refused.
+    async fn reconnect(&mut self, mut cause: io::Error) -> Option<(Socket, Welcome)> {
         loop {
-            let pause = tokio::time::sleep(backoff.pause());
-            tokio::pin!(pause);
-            loop {
+            let pause = self.backoff.pause();
+            let path = self.path.clone();
+            let attempt = async {
+                tokio::time::sleep(pause).await;
+                Socket::open(&path).await
+            };
+            tokio::pin!(attempt);
+            let opened = loop {
                 tokio::select! {
-                    () = &mut pause => break,
+                    opened = &mut attempt => break opened,
                     command = self.commands.recv() => self.refuse(command?, &cause),
                 }
-            }
-            let resumed = tokio::time::timeout(RESUME_PATIENCE, self.resume()).await;
-            match resumed.unwrap_or_else(|_| Err(self.away(io::ErrorKind::TimedOut.into()))) {
-                Ok((socket, welcome)) => {
-                    tracing::info!(socket = %self.path.display(), incarnation = welcome.incarnation, "the daemon is back");
-                    self.presence.send_replace(Presence {
-                        welcome: welcome.clone(),
-                        up: true,
-                    });
-                    let _ = self.notices.send(Notice::DaemonBack { welcome });
-                    return Some(socket);
-                }
-                Err(ClientError::Refused(fault)) => {
-                    tracing::warn!(%fault, "the daemon is back, but refuses us");
-                    let _ = self.notices.send(Notice::Refused { cause: fault.clone() });
-                    cause = io::Error::other(fault);
-                }
-                Err(ClientError::DaemonAway { cause: why, .. }) => cause = why,
-                Err(other) => cause = io::Error::other(other),
-            }
-            self.pending.clear();
-        }
-    }
-
-    async fn resume(&mut self) -> Result<(Socket, Welcome), ClientError> {
-        let (mut socket, welcome) = Socket::open(&self.path).await?;
-        self.restore(&mut socket).await?;
-        Ok((socket, welcome))
-    }
-
-    /// Attaches and registers as before.
-    async fn restore(&mut self, socket: &mut Socket) -> Result<(), ClientError> {
-        let Some(attachment) = &self.attachment else {
-            return Ok(());
-        };
-        let call = attachment.call();
-        self.ask(socket, call, None).await?;
-        let regions: Vec<u16> = self.regions.keys().copied().collect();
-        for number in regions {
-            let Some(region) = self.regions.get(&number) else {
-                continue;
             };
-            let (call, fd) = region.memory.call(number)?;
-            if let Answer::Registered { generation, .. } = self.ask(socket, call, fd).await?
-                && let Some(region) = self.regions.get_mut(&number)
-            {
-                region.generation = generation;
-            }
+            cause = match opened {
+                Ok(opened) => return Some(opened),
+                Err(ClientError::DaemonAway { cause, .. }) => cause,
+                Err(other) => self.refused_back(other),
+            };
         }
-        Ok(())
     }
 
-    /// One call, waited for; what else arrives is taken as usual.
-    async fn ask(
-        &mut self,
-        socket: &mut Socket,
-        call: Call,
-        fd: Option<OwnedFd>,
-    ) -> Result<Answer, ClientError> {
-        let (reply, mut answer) = oneshot::channel();
-        self.send(socket, call, fd, Pending::Call { reply });
-        if let Err(cause) = socket::write(&socket.stream, &mut socket.writer).await {
-            return Err(self.away(cause));
-        }
-        loop {
-            if let Ok(answer) = answer.try_recv() {
-                return answer;
+    /// It answers, but not as it should: the engine is told, and the next try may be better.
+    fn refused_back(&mut self, error: ClientError) -> io::Error {
+        self.forget_calls(&self.lost("it came back, and does not take back what it had"));
+        match error {
+            ClientError::Refused(fault) => {
+                tracing::warn!(%fault, "the daemon is back, but refuses us");
+                let _ = self.notices.send(Notice::Refused { cause: fault.clone() });
+                io::Error::other(fault)
             }
-            match socket::read(&socket.stream, &mut socket.reader).await {
-                Ok(Ok(Some(Response::Hello(Err(parting))))) => return Err(ClientError::Refused(parting)),
-                Ok(Ok(Some(response))) => self.response(response),
-                Ok(Ok(None)) => return Err(ClientError::Refused(self.lost("it closed the connection"))),
-                Ok(Err(error)) => return Err(ClientError::Refused(error.into())),
-                Err(cause) => return Err(self.away(cause)),
-            }
+            other => io::Error::other(other),
         }
     }
 
@@ -232,16 +199,13 @@ impl Link {
 
     /// Ends what was under way. The daemon keeps the connection open until all of the rank's pages are
     /// fenced, so its end is the fence.
-    fn lose(&mut self, cause: &Fault) {
+    fn lose(&mut self, cause: Fault) -> io::Error {
         tracing::warn!(%cause, "the daemon is away");
-        self.presence.send_modify(|presence| presence.up = false);
         let restarted = match cause.code {
             Code::DaemonRestarted => cause.clone(),
             _ => self.lost(&cause.to_string()),
         };
-        for (_, pending) in self.pending.drain() {
-            pending.lose(&restarted, &mut self.regions);
-        }
+        self.forget_calls(&restarted);
         for (_, state) in self.transfers.drain() {
             let failed = Failed {
                 cause: restarted.clone(),
@@ -249,45 +213,86 @@ impl Link {
             };
             state.send_modify(|state| state.end = Some(Err(failed)));
         }
+        match self.restore.take().map(Restore::why) {
+            // It was away, and still is.
+            Some(Why::Returned(_)) => {}
+            Some(Why::Asked(reply)) => {
+                let _ = reply.send(Err(ClientError::Refused(restarted)));
+                self.tell_lost();
+            }
+            None => self.tell_lost(),
+        }
+        io::Error::other(cause)
+    }
+
+    /// The daemon has nothing of the rank any more, or is another.
+    fn detached(&mut self) {
+        self.attached = false;
+        for region in self.regions.values_mut() {
+            region.held = false;
+        }
+    }
+
+    fn tell_lost(&mut self) {
+        self.presence.send_modify(|presence| presence.up = false);
         let _ = self.notices.send(Notice::DaemonLost);
+    }
+
+    /// No answers come any more.
+    fn forget_calls(&mut self, cause: &Fault) {
+        for (_, pending) in self.pending.drain() {
+            pending.lose(cause, &mut self.regions);
+        }
     }
 
     /// Answers a call while no daemon is there.
     fn refuse(&mut self, command: Command, cause: &io::Error) {
-        let away = || self.away(io::Error::new(cause.kind(), cause.to_string()));
-        // Whoever asked may have gone; then nobody needs the answer.
-        match command {
-            Command::Attach { reply, .. } | Command::Reattach { reply } => drop(reply.send(Err(away()))),
-            Command::Register { reply, .. } => drop(reply.send(Err(away()))),
-            Command::Transfer { reply, .. } => drop(reply.send(Err(away()))),
-            Command::Call { reply, .. } => drop(reply.send(Err(away()))),
-            Command::Unregister { region, reply } => {
-                // No daemon has it mapped, and none will be given it again.
-                let known = self.regions.remove(&region).is_some();
-                let answer = if known {
-                    Ok(())
-                } else {
-                    Err(self.away(io::ErrorKind::NotConnected.into()))
-                };
-                let _ = reply.send(answer);
+        if let Command::Unregister { region, reply } = command {
+            // No daemon has it mapped, and none will be given it again.
+            let known = self.regions.remove(&region).is_some();
+            let answer = if known {
+                Ok(())
+            } else {
+                Err(self.away(io::ErrorKind::NotConnected.into()))
+            };
+            let _ = reply.send(answer);
+            return;
+        }
+        command.refuse(self.away(io::Error::new(cause.kind(), cause.to_string())));
+    }
+
+    /// Waits until the daemon closes a connection that is of no use any more. It does so once no byte of the
+    /// rank's pages moves: what was under way has not ended before.
+    async fn fenced(&mut self, socket: &mut Socket, cause: Fault) -> Stop {
+        // Tells a daemon that does not know yet. An error means that it has closed already.
+        let _ = socket.stream.shutdown().await;
+        let parting = io::Error::other(cause.clone());
+        let mut unread = [0; 4096];
+        loop {
+            tokio::select! {
+                read = socket.stream.read(&mut unread) => if !read.is_ok_and(|read| read > 0) {
+                    return Stop::Lost(cause);
+                },
+                command = self.commands.recv() => match command {
+                    // The region may still be in use; the connection's end answers it.
+                    Some(Command::Unregister { region, reply }) => {
+                        self.expect_answer(Pending::Unregister { region, reply });
+                    }
+                    Some(command) => command.refuse(self.away(io::Error::other(parting.to_string()))),
+                    None => return Stop::Dropped,
+                },
             }
         }
     }
 
-    async fn command(&mut self, socket: &mut Socket, command: Command) {
+    fn command(&mut self, socket: &mut Socket, command: Command) {
         match command {
             Command::Attach { attachment, reply } => {
                 let call = attachment.call();
                 let attachment = Box::new(attachment);
                 self.send(socket, call, None, Pending::Attach { attachment, reply });
             }
-            Command::Reattach { reply } => {
-                let restored = self.restore(socket).await;
-                if restored.is_ok() {
-                    self.presence.send_modify(|presence| presence.up = true);
-                }
-                let _ = reply.send(restored);
-            }
+            Command::Reattach { reply } => self.begin_restore(Why::Asked(reply)),
             Command::Register {
                 region,
                 memory,
@@ -320,6 +325,7 @@ impl Link {
                 let generations: Vec<(u16, u64)> = self
                     .regions
                     .iter()
+                    .filter(|(_, region)| region.held)
                     .map(|(number, region)| (*number, region.generation))
                     .collect();
                 match &mut call {
@@ -344,9 +350,7 @@ impl Link {
     }
 
     fn send(&mut self, socket: &mut Socket, call: Call, fd: Option<OwnedFd>, pending: Pending) {
-        let number = self.next_number;
-        self.next_number += 1;
-        self.pending.insert(number, pending);
+        let number = self.expect_answer(pending);
         let pushed = encode(&Request::Call { number, call })
             .map_err(kvferry_control::FrameError::from)
             .and_then(|payload| socket.writer.push(payload, fd));
@@ -355,136 +359,13 @@ impl Link {
         }
     }
 
-    fn response(&mut self, response: Response) {
-        match response {
-            Response::Answer { number, answer } => self.answer(number, answer),
-            Response::Event(event) => self.event(event),
-            Response::Hello(_) => tracing::warn!("the daemon greeted twice"),
-        }
+    /// The number of a call that is to be answered.
+    fn expect_answer(&mut self, pending: Pending) -> u64 {
+        let number = self.next_number;
+        self.next_number += 1;
+        self.pending.insert(number, pending);
+        number
     }
-
-    fn answer(&mut self, number: u64, answer: Result<Answer, Fault>) {
-        let Some(pending) = self.pending.remove(&number) else {
-            tracing::warn!(number, "the daemon answered a call that is not open");
-            return;
-        };
-        let answer = answer.map_err(ClientError::Refused);
-        // Whoever asked may have gone; what the daemon did is remembered all the same.
-        match pending {
-            Pending::Call { reply } => drop(reply.send(answer)),
-            Pending::Attach { attachment, reply } => {
-                if answer.is_ok() {
-                    self.attachment = Some(*attachment);
-                }
-                let _ = reply.send(answer.map(drop));
-            }
-            Pending::Register {
-                region,
-                memory,
-                reply,
-            } => {
-                let registered = answer.and_then(|answer| match answer {
-                    Answer::Registered { generation, paths } => Ok(Registered { generation, paths }),
-                    _ => Err(ClientError::Refused(Fault::new(
-                        Code::ProtocolViolation,
-                        "the daemon answered register with something else",
-                    ))),
-                });
-                if let Ok(Registered { generation, .. }) = registered {
-                    self.regions.insert(region, Region { memory, generation });
-                }
-                let _ = reply.send(registered);
-            }
-            Pending::Unregister { region, reply } => {
-                if answer.is_ok() {
-                    self.regions.remove(&region);
-                }
-                let _ = reply.send(answer.map(drop));
-            }
-            Pending::Transfer {
-                transfer,
-                state,
-                reply,
-            } => {
-                let open = answer.is_ok() || state.borrow().accepted;
-                let ended = state.borrow().end.is_some();
-                if open && !ended {
-                    state.send_modify(|state| state.accepted = true);
-                    self.transfers.insert(transfer, Arc::clone(&state));
-                } else if !open {
-                    self.transfers.remove(&transfer);
-                }
-                let _ = reply.send(answer.map(|_| state.subscribe()));
-            }
-        }
-    }
-
-    fn event(&mut self, event: Event) {
-        match &event {
-            Event::Matched { transfer, engine, .. } => {
-                if let Some(state) = self.transfers.get(&(Side::Publish, transfer.clone())) {
-                    state.send_modify(|state| state.progress.engine = Some(engine.clone()));
-                }
-            }
-            Event::Progress {
-                side,
-                transfer,
-                bytes,
-                total,
-            } => {
-                if let Some(state) = self.transfers.get(&(*side, transfer.clone())) {
-                    state.send_modify(|state| {
-                        state.progress.bytes = *bytes;
-                        state.progress.total = *total;
-                    });
-                }
-            }
-            Event::Delivered {
-                side,
-                transfer,
-                tokens,
-                metadata,
-                report,
-            } => self.end(
-                (*side, transfer.clone()),
-                Ok(Delivered {
-                    tokens: *tokens,
-                    metadata: metadata.clone(),
-                    report: report.clone(),
-                }),
-            ),
-            Event::Failed {
-                side,
-                transfer,
-                cause,
-                report,
-            } => self.end(
-                (*side, transfer.clone()),
-                Err(Failed {
-                    cause: cause.clone(),
-                    report: report.clone(),
-                }),
-            ),
-            Event::Detached { .. } => self.presence.send_modify(|presence| presence.up = false),
-            Event::Refused { .. } => {}
-        }
-        let _ = self.notices.send(Notice::Event(event));
-    }
-
-    fn end(&mut self, transfer: TransferKey, end: Result<Delivered, Failed>) {
-        if let Some(state) = self.transfers.remove(&transfer) {
-            state.send_modify(|state| state.end = Some(end));
-        }
-    }
-}
-
-/// Waits until the daemon closes a connection that is of no use any more. It does so once no byte of the
-/// rank's pages moves: what was under way has not ended before.
-async fn fenced(socket: &mut Socket) {
-    // Tells a daemon that does not know yet. An error means that it has closed already.
-    let _ = socket.stream.shutdown().await;
-    let mut unread = [0; 4096];
-    while socket.stream.read(&mut unread).await.is_ok_and(|read| read > 0) {}
 }
 
 #[cfg(test)]

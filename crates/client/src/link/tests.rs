@@ -1,11 +1,13 @@
-use kvferry_control::{FrameReader, FrameWriter, MAX_FRAME, Report, Side};
+use std::time::Duration;
+
+use kvferry_control::{Answer, Event, FrameReader, FrameWriter, MAX_FRAME, Report, Side};
 use kvferry_handshake::{Envelope, Identity, PageLists, Ready, Role, TokenRange, decode};
 use tempfile::TempDir;
 use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
 
 use super::*;
-use crate::{Client, FetchRequest, PublishRequest, Rank};
+use crate::{Client, FetchRequest, PublishRequest, Rank, SealedMemory};
 
 /// A daemon that says what the test has it say.
 struct Daemon {
@@ -62,14 +64,48 @@ async fn say(stream: &UnixStream, response: &Response) {
     written.await.unwrap();
 }
 
+/// The next call, and its number.
+async fn call(stream: &UnixStream) -> (u64, Call) {
+    match hear(stream).await {
+        Request::Call { number, call } => (number, call),
+        Request::Hello(_) => panic!("Hello came twice"),
+    }
+}
+
+async fn answer(stream: &UnixStream, number: u64, answer: Result<Answer, Fault>) {
+    say(stream, &Response::Answer { number, answer }).await;
+}
+
 /// Hears a call and says that it is done.
 async fn accept(stream: &UnixStream) -> Call {
-    let Request::Call { number, call } = hear(stream).await else {
-        panic!("no call");
+    let (number, call) = call(stream).await;
+    let done = match call {
+        Call::Register { region, .. } => Answer::Registered {
+            generation: u64::from(region),
+            paths: Vec::new(),
+        },
+        _ => Answer::Done,
     };
-    let answer = Ok(Answer::Done);
-    say(stream, &Response::Answer { number, answer }).await;
+    answer(stream, number, Ok(done)).await;
     call
+}
+
+/// Registers regions of these numbers.
+async fn register(rank: &Rank, stream: &UnixStream, regions: &[u16]) {
+    let memory = SealedMemory::create("pool", 4096).unwrap();
+    for region in regions {
+        let registering = rank.register(*region, memory.region().unwrap());
+        let (registered, _) = tokio::join!(registering, accept(stream));
+        registered.unwrap();
+    }
+}
+
+fn is_attach(call: &Call) -> bool {
+    matches!(call, Call::Attach { .. })
+}
+
+fn is_register(call: &Call, number: u16) -> bool {
+    matches!(call, Call::Register { region, .. } if *region == number)
 }
 
 /// As much of an engine as a daemon that does not look needs.
@@ -166,4 +202,118 @@ async fn what_is_under_way_ends_when_a_parting_daemon_closes_and_not_before() {
     };
     assert_eq!(fault.code, Code::DaemonRestarted);
     assert!(fault.message.contains("events were not read"), "{fault}");
+}
+
+#[tokio::test]
+async fn while_a_parting_daemon_fences_calls_are_refused_and_a_region_is_not_let_go() {
+    let daemon = Daemon::new();
+    let (rank, stream) = daemon.rank().await;
+    register(&rank, &stream, &[0]).await;
+    let parting = Fault::new(Code::Shutdown, "the daemon is shutting down");
+    say(&stream, &Response::Hello(Err(parting))).await;
+    // Until the client has read it, a call is sent, and lost.
+    let refused = loop {
+        match tokio::time::timeout(Duration::from_millis(50), rank.status()).await {
+            Ok(answer) => break answer.unwrap_err(),
+            Err(_) => continue,
+        }
+    };
+    assert!(
+        matches!(refused, ClientError::DaemonAway { .. }) && refused.can_retry(),
+        "{refused}"
+    );
+    assert!(refused.to_string().contains("shutting down"), "{refused}");
+    let unregistering = rank.unregister(0);
+    tokio::pin!(unregistering);
+    let early = tokio::time::timeout(Duration::from_millis(50), &mut unregistering).await;
+    assert!(early.is_err(), "the daemon may still read it: {early:?}");
+    drop(stream);
+    unregistering.await.unwrap();
+}
+
+#[tokio::test]
+async fn while_a_daemon_that_is_back_takes_back_what_it_had_calls_are_refused() {
+    let daemon = Daemon::new();
+    let (rank, stream) = daemon.rank().await;
+    register(&rank, &stream, &[3, 4, 5]).await;
+    drop(stream);
+    let stream = daemon.greet().await;
+    let (number, attach) = call(&stream).await;
+    assert!(is_attach(&attach));
+    for refused in [
+        rank.publish(publish("t")).await.map(drop),
+        rank.abort(&"t".into()).await,
+        rank.reattach().await,
+        rank.status().await.map(drop),
+    ] {
+        let error = refused.unwrap_err();
+        assert!(matches!(error, ClientError::Resuming { .. }), "{error}");
+        assert!(error.can_retry());
+    }
+    // It does not have this one yet, and is not given it.
+    rank.unregister(4).await.unwrap();
+    answer(&stream, number, Ok(Answer::Done)).await;
+    assert!(is_register(&accept(&stream).await, 3));
+    let (number, last) = call(&stream).await;
+    assert!(is_register(&last, 5));
+    let early = tokio::time::timeout(Duration::ZERO, rank.ready()).await;
+    assert!(early.is_err(), "the last region is not registered: {early:?}");
+    let registered = Answer::Registered {
+        generation: 9,
+        paths: Vec::new(),
+    };
+    answer(&stream, number, Ok(registered)).await;
+    rank.ready().await.unwrap();
+    let (published, call) = tokio::join!(rank.publish(publish("t")), accept(&stream));
+    published.unwrap();
+    let Call::Publish(publish) = call else {
+        panic!("{call:?}");
+    };
+    assert_eq!(publish.generations, [(3, 3), (5, 9)]);
+}
+
+#[tokio::test]
+async fn attaching_again_goes_on_where_it_failed() {
+    let daemon = Daemon::new();
+    let (rank, stream) = daemon.rank().await;
+    register(&rank, &stream, &[0, 1]).await;
+    let mut notices = rank.notices();
+    let cause = Fault::new(Code::RanksDisagree, "identity.model differs");
+    say(&stream, &Response::Event(Event::Detached { cause })).await;
+    notices.next().await.unwrap();
+    let mended = async {
+        assert!(is_attach(&accept(&stream).await));
+        assert!(is_register(&accept(&stream).await, 0));
+        let (number, second) = call(&stream).await;
+        assert!(is_register(&second, 1));
+        let full = Fault::new(Code::OverLimit, "no room");
+        answer(&stream, number, Err(full)).await;
+    };
+    let (refused, ()) = tokio::join!(rank.reattach(), mended);
+    assert!(refused.unwrap_err().can_retry());
+    let (again, call) = tokio::join!(rank.reattach(), accept(&stream));
+    again.unwrap();
+    assert!(is_register(&call, 1), "{call:?}");
+    rank.ready().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_daemon_that_is_back_and_refuses_is_tried_again_and_the_engine_told() {
+    let daemon = Daemon::new();
+    let (rank, stream) = daemon.rank().await;
+    let mut notices = rank.notices();
+    drop(stream);
+    let stream = daemon.greet().await;
+    let (number, _) = call(&stream).await;
+    let taken = Fault::new(Code::RankAttached, "rank 0 is attached");
+    answer(&stream, number, Err(taken.clone())).await;
+    let stream = daemon.greet().await;
+    accept(&stream).await;
+    rank.ready().await.unwrap();
+    let mut seen = Vec::new();
+    for _ in 0..3 {
+        seen.push(notices.next().await.unwrap());
+    }
+    assert_eq!(seen[..2], [Notice::DaemonLost, Notice::Refused { cause: taken }]);
+    assert!(matches!(seen[2], Notice::DaemonBack { .. }), "{seen:?}");
 }
