@@ -181,12 +181,20 @@ impl Daemon {
         let _ = (&mut self.driver).await;
     }
 
-    /// Ends it: lets open transfers go on for `grace`, ends what is left, fences, closes.
-    pub async fn shutdown(mut self, grace: Duration) {
+    /// Ends it: lets open transfers go on for `grace`, or until `hurry`, ends what is left, fences, closes.
+    pub async fn shutdown(mut self, grace: Duration, hurry: impl Future<Output = ()>) {
         let (drain, done) = Drain::new(grace);
         if self.questions.send(Question::Drain(drain)).await.is_ok() {
+            tokio::pin!(done);
             // Its end is told by dropping the other end.
-            let _ = done.await;
+            tokio::select! {
+                _ = &mut done => {}
+                () = hurry => {
+                    // Where it cannot be told any more, it has ended.
+                    let _ = self.questions.send(Question::Hurry).await;
+                    let _ = done.await;
+                }
+            }
         }
         for door in self.doors.drain(..) {
             door.abort();

@@ -25,6 +25,14 @@ pub(crate) struct Drain {
     _done: oneshot::Sender<()>,
 }
 
+/// What everyone is told who comes, or is still there.
+pub(crate) fn shutting_down() -> Fault {
+    Fault::new(
+        Code::Shutdown,
+        "this daemon is shutting down; try again when it is back",
+    )
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// Nothing new; what is under way goes on.
@@ -49,6 +57,13 @@ impl Drain {
         (drain, wait)
     }
 
+    /// Open transfers have had their time: what is left is ended now.
+    pub(crate) fn hurry(&mut self) {
+        if self.stage == Stage::Finishing {
+            self.until = Instant::now();
+        }
+    }
+
     /// When to call [`Drain::advance`] at the latest.
     pub(crate) fn look_again(&self) -> Instant {
         Instant::now() + LOOK
@@ -57,7 +72,6 @@ impl Drain {
     /// Goes on to the next stage where this one is done. `None`: all is done.
     pub(crate) fn advance(mut self, driver: &mut Driver) -> Option<Drain> {
         let late = Instant::now() >= self.until;
-        let shutdown = || Fault::new(Code::Shutdown, "the daemon is shutting down");
         let done = match self.stage {
             Stage::Finishing | Stage::Ending => driver.open_transfers() == 0,
             Stage::Dismissing => driver.seats.is_empty(),
@@ -75,13 +89,14 @@ impl Drain {
                 (Stage::Ending, ENDING)
             }
             Stage::Ending => {
+                driver.reception.admission.close();
                 for seated in driver.seats.values() {
-                    seated.seat.outbox.finish(shutdown());
+                    seated.seat.outbox.finish(shutting_down());
                 }
                 (Stage::Dismissing, CLOSING)
             }
             Stage::Dismissing => {
-                driver.peers.finish(&shutdown());
+                driver.peers.finish(&shutting_down());
                 (Stage::Parting, CLOSING)
             }
             Stage::Parting => return None,

@@ -10,7 +10,7 @@ use kvferry_dataplane::DataPlane;
 use kvferry_handshake::Code;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::drain::Drain;
+use crate::drain::{Drain, shutting_down};
 use crate::engines::{Reception, Seat, SessionEvent};
 use crate::metrics::Metrics;
 use crate::peers::{self, Change, PeerEvent, PeerFrame, PeerSet, Shared};
@@ -25,6 +25,8 @@ pub(crate) enum Question {
     Working(oneshot::Sender<bool>),
     /// End in order.
     Drain(Drain),
+    /// End in order, without more time for what is open.
+    Hurry,
 }
 
 /// Where everything that happens comes from.
@@ -44,7 +46,7 @@ pub(crate) struct Driver {
     plane: DataPlane,
     pub(crate) peers: PeerSet,
     neighbourhood: Shared,
-    reception: Arc<Reception>,
+    pub(crate) reception: Arc<Reception>,
     metrics: Arc<Metrics>,
     own: PeerAddress,
     started: Instant,
@@ -205,11 +207,8 @@ impl Driver {
                 return;
             }
             Call::Attach { .. } | Call::Fetch(_) if self.drain.is_some() => {
-                let message = "this daemon is shutting down; try again when it is back";
                 self.metrics.refused(Code::Shutdown);
-                seated
-                    .seat
-                    .answer(number, Err(Fault::new(Code::Shutdown, message)));
+                seated.seat.answer(number, Err(shutting_down()));
                 return;
             }
             Call::Attach { envelope, rank, .. } => {
@@ -316,6 +315,11 @@ impl Driver {
             Question::Status(reply) => drop(reply.send(self.status())),
             Question::Working(reply) => drop(reply.send(self.drain.is_none())),
             Question::Drain(drain) => self.drain = Some(drain),
+            Question::Hurry => {
+                if let Some(drain) = &mut self.drain {
+                    drain.hurry();
+                }
+            }
         }
     }
 

@@ -6,7 +6,8 @@ use std::process::ExitCode;
 use anyhow::Context;
 use kvferry_daemon::Daemon;
 use kvferry_daemon::config::{self, Config, Invocation, LogFormat};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::oneshot;
 use tracing_subscriber::EnvFilter;
 
 /// The configuration is not good.
@@ -58,8 +59,7 @@ async fn run(config: Config) -> anyhow::Result<()> {
             "insecure_peers_without_tls: anyone who reaches the peer port can read and write KV caches"
         );
     }
-    let mut terminated = signal(SignalKind::terminate()).context("SIGTERM")?;
-    let mut interrupted = signal(SignalKind::interrupt()).context("SIGINT")?;
+    let mut signals = Signals::listen()?;
 
     let mut daemon = Daemon::start(config).await?;
     let addresses = daemon.addresses();
@@ -75,17 +75,54 @@ async fn run(config: Config) -> anyhow::Result<()> {
     );
 
     tokio::select! {
-        _ = terminated.recv() => tracing::info!(grace_ms = grace.as_millis(), "SIGTERM: draining"),
-        _ = interrupted.recv() => tracing::info!(grace_ms = grace.as_millis(), "SIGINT: draining"),
+        signal = signals.next() => tracing::info!(grace_ms = grace.as_millis(), "{signal}: draining"),
         () = daemon.failed() => anyhow::bail!("the driver ended; this is a defect, please report it"),
     }
-    tokio::select! {
-        () = daemon.shutdown(grace) => {}
-        _ = terminated.recv() => anyhow::bail!("ended at once by a second signal"),
-        _ = interrupted.recv() => anyhow::bail!("ended at once by a second signal"),
+    let (hurry, hurried) = oneshot::channel();
+    let ended = daemon.shutdown(grace, async {
+        if hurried.await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    });
+    tokio::pin!(ended);
+    let mut hurry = Some(hurry);
+    loop {
+        tokio::select! {
+            () = &mut ended => break,
+            signal = signals.next() => match hurry.take() {
+                Some(hurry) => {
+                    tracing::warn!("{signal} again: what is open is ended now");
+                    let _ = hurry.send(());
+                }
+                None => anyhow::bail!("ended by a third signal, before all was fenced"),
+            },
+        }
     }
     tracing::info!("kvferryd has ended");
     Ok(())
+}
+
+/// What asks for the end.
+struct Signals {
+    terminated: Signal,
+    interrupted: Signal,
+}
+
+impl Signals {
+    fn listen() -> anyhow::Result<Signals> {
+        Ok(Signals {
+            terminated: signal(SignalKind::terminate()).context("SIGTERM")?,
+            interrupted: signal(SignalKind::interrupt()).context("SIGINT")?,
+        })
+    }
+
+    /// The next one's name.
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminated.recv() => "SIGTERM",
+            _ = self.interrupted.recv() => "SIGINT",
+        }
+    }
 }
 
 /// Each engine, region and lane takes fds; the usual soft limit of 1,024 is soon reached.

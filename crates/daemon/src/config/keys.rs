@@ -377,8 +377,8 @@ pub(super) const KEYS: &[Key] = &[
     Key {
         name: "grace_ms",
         kind: Kind::Integer,
-        doc: "After SIGTERM or SIGINT, open transfers may go on for so long before they are ended with shutdown. \
-              Milliseconds.",
+        doc: "After SIGTERM or SIGINT, open transfers may go on for so long before they are ended with shutdown; a second \
+              signal ends them at once. Milliseconds.",
         example: "",
         set: |config, value| millis(value, 0).map(|grace| config.grace = grace),
         show: |config| Some(config.grace.as_millis().to_string()),

@@ -1,6 +1,7 @@
 //! Who may connect, and who gives way when there are too many.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvferry_broker::SessionId;
@@ -9,6 +10,7 @@ use kvferry_handshake::Code;
 
 use super::Seat;
 use crate::config::Limits;
+use crate::drain::shutting_down;
 
 /// The connections that there are, oldest first.
 #[derive(Debug)]
@@ -16,6 +18,7 @@ pub(crate) struct Admission {
     allowed: Vec<u32>,
     limits: Limits,
     seats: Mutex<BTreeMap<SessionId, Arc<Seat>>>,
+    closed: AtomicBool,
 }
 
 impl Admission {
@@ -26,6 +29,7 @@ impl Admission {
             allowed,
             limits,
             seats: Mutex::new(BTreeMap::new()),
+            closed: AtomicBool::new(false),
         }
     }
 
@@ -43,8 +47,16 @@ impl Admission {
         ))
     }
 
+    /// From now on nobody is taken in.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+
     /// Takes a connection in. Where there are too many, the oldest that has not attached gives way.
     pub(crate) fn take_in(&self, seat: &Arc<Seat>) -> Result<(), Fault> {
+        if self.closed.load(Ordering::Acquire) {
+            return Err(shutting_down());
+        }
         let mut seats = self.seats();
         let of_user = seats.values().filter(|other| other.uid == seat.uid).count();
         if of_user >= self.limits.connections_per_user {
@@ -142,6 +154,15 @@ mod tests {
         let fault = admission.take_in(&seat(5, 7)).unwrap_err();
         assert_eq!(fault.code, Code::OverLimit);
         assert!(fault.message.contains("limits.connections_per_user"), "{fault}");
+    }
+
+    #[test]
+    fn once_it_is_closed_nobody_is_taken_in() {
+        let admission = admission();
+        admission.close();
+        let fault = admission.take_in(&seat(1, 7)).unwrap_err();
+        assert_eq!(fault.code, Code::Shutdown);
+        assert!(fault.code.can_retry() && admission.count() == 0);
     }
 
     #[tokio::test]

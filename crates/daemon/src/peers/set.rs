@@ -62,6 +62,8 @@ pub(crate) struct PeerSet {
     most: usize,
     queue_bytes: usize,
     next: u64,
+    /// Why no channel is opened any more.
+    closing: Option<Fault>,
 }
 
 #[derive(Debug)]
@@ -102,11 +104,15 @@ impl PeerSet {
             most,
             queue_bytes,
             next: 0,
+            closing: None,
         }
     }
 
     /// Queues a frame for a peer, and has a channel opened where there is none.
     pub(crate) fn send(&mut self, now: Instant, peer: &PeerAddress, frame: Vec<u8>) -> Vec<Change> {
+        if self.closing.is_some() {
+            return Vec::new();
+        }
         if let Err(cause) = self.make_room(now, peer) {
             return vec![down(peer, cause)];
         }
@@ -214,6 +220,9 @@ impl PeerSet {
                 Vec::new(),
             );
         }
+        if let Some(why) = &self.closing {
+            return (Decision::Refuse(why.clone()), Vec::new());
+        }
         if let Err(cause) = self.make_room(now, peer) {
             return (Decision::Refuse(cause), Vec::new());
         }
@@ -265,8 +274,9 @@ impl PeerSet {
         }
     }
 
-    /// Ends all channels once what waits is written.
+    /// Ends all channels once what waits is written, and opens no more.
     pub(crate) fn finish(&mut self, why: &Fault) {
+        self.closing = Some(why.clone());
         for peer in self.peers.values() {
             if let State::Dialling { outbox, .. } | State::Up { outbox, .. } = &peer.state {
                 outbox.finish(why.clone());

@@ -5,11 +5,11 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use kvferry_client::{ClientError, Notice, Progress};
+use kvferry_client::{Client, ClientError, Notice, Progress};
 use kvferry_handshake::Code;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::rig::{Engine, soon};
+use crate::rig::{Engine, envelope, soon};
 
 /// A running kvferryd. Killed when it is dropped.
 pub(crate) struct Program {
@@ -155,7 +155,7 @@ async fn signals_drain_and_end_with_0() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_second_signal_ends_it_at_once() {
+async fn a_second_signal_ends_the_grace() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("kvferryd.sock");
     let program = Program::start(&socket, &["--grace-ms=3600000"]);
@@ -177,11 +177,20 @@ async fn a_second_signal_ends_it_at_once() {
         }
     };
     soon("the refusal of new work", refused).await;
+    // Whoever comes meanwhile is told, and told that it may try again.
+    let client = soon("connecting", Client::connect(&socket)).await.unwrap();
+    let refused = soon("the answer", client.attach(envelope("late"), 0, None)).await;
+    let ClientError::Refused(fault) = refused.unwrap_err() else {
+        panic!("the daemon is there");
+    };
+    assert!(fault.code == Code::Shutdown && fault.code.can_retry(), "{fault}");
+
     program.signal(Signal::INT);
-    assert_eq!(program.exit_code().await, Some(1));
-    soon("the publish's local end", publication.ended())
-        .await
-        .unwrap_err();
+    // In order: ended by the daemon, fenced, and nothing is left behind.
+    let failed = soon("the publish's end", publication.ended()).await.unwrap_err();
+    assert_eq!(failed.cause.code, Code::Shutdown, "{failed}");
+    assert_eq!(program.exit_code().await, Some(0));
+    assert!(!socket.exists());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

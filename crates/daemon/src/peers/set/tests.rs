@@ -246,3 +246,16 @@ fn lane_messages_open_no_channel() {
     assert_eq!(set.send_if_open(now, &peer, vec![1]), []);
     assert_eq!(set.states(), []);
 }
+
+#[test]
+fn once_finished_no_channel_is_opened_any_more() {
+    let (mut set, peer, now) = (set("a:1", 1), address("b:1"), Instant::now());
+    set.finish(&Fault::new(Code::Shutdown, "end"));
+    assert_eq!(set.send(now, &peer, vec![1]), []);
+    let (decision, changes) = set.called(now, &peer, arrival(2));
+    let Decision::Refuse(why) = decision else {
+        panic!("{decision:?}");
+    };
+    assert_eq!((why.code, changes), (Code::Shutdown, vec![]));
+    assert_eq!(set.open_channels(), 0);
+}
