@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use kvferry_handshake::{Envelope, Policy};
+use kvferry_handshake::{Envelope, Identity, Policy};
 use kvferry_plan::judge;
 
 use crate::envelope_file::read_envelope;
@@ -85,6 +85,14 @@ impl Check {
     }
 }
 
+/// A version that nobody stated leaves no gap.
+fn framework(identity: &Identity) -> String {
+    match identity.framework_version.as_str() {
+        "" => identity.framework.clone(),
+        version => format!("{} {version}", identity.framework),
+    }
+}
+
 fn describe(out: &mut impl Write, side: &str, envelope: &Envelope) -> std::io::Result<()> {
     let identity = &envelope.identity;
     let pages: Vec<String> = envelope
@@ -94,11 +102,10 @@ fn describe(out: &mut impl Write, side: &str, envelope: &Envelope) -> std::io::R
         .collect();
     writeln!(
         out,
-        "{side:8}{}: {}, {} {}, {} ranks, pages x tokens {}",
+        "{side:8}{}: {}, {}, {} ranks, pages x tokens {}",
         identity.engine,
         identity.model,
-        identity.framework,
-        identity.framework_version,
+        framework(identity),
         envelope.ranks.len(),
         pages.join(" + "),
     )

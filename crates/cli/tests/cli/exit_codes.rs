@@ -68,6 +68,22 @@ fn refused_is_3_with_every_mismatch() {
 }
 
 #[test]
+fn a_framework_of_unknown_version_is_named_without_a_gap() {
+    let known = example("mha-prefill.toml");
+    let version = known
+        .lines()
+        .find(|line| line.starts_with("framework_version"))
+        .unwrap();
+    let unknown = known.replace(version, "framework_version = \"\"");
+    let said = text(
+        &Programs::with_files(&unknown, &example("mha-decode.toml"))
+            .run("check", [])
+            .stdout,
+    );
+    assert!(said.contains(", vllm, 2 ranks,"), "{said}");
+}
+
+#[test]
 fn bridging_must_be_allowed() {
     let decode = example("mha-decode.toml").replace("page_size = 16", "page_size = 1");
     let pair = Programs::with_files(&example("mha-prefill.toml"), &decode);

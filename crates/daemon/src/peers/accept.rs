@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use super::channel::{self, Stream};
 use super::dial::GREETING_PATIENCE;
 use super::tls::{check_name, is_of_tls};
-use super::wire::{Hello, HelloAnswer, Introduction, MAGIC, MAX_GREETING, VERSIONS, encode, read};
+use super::wire::{Hello, HelloAnswer, Introduction, MAGIC, MAX_GREETING, VERSIONS, encode, how, read};
 use super::{Arrival, Decision, PeerEvent, Shared};
 use crate::config::Advertised;
 use crate::crowd::Crowd;
@@ -101,7 +101,7 @@ async fn introduce(caller: Caller, from: SocketAddr, shared: Shared) {
 }
 
 async fn greet(stream: TcpStream, from: SocketAddr, shared: &Shared) -> Result<Caller, Fault> {
-    let broken = |error: std::io::Error| Fault::new(Code::PeerLost, error.to_string());
+    let broken = |error: std::io::Error| Fault::new(Code::PeerLost, how(&error));
     stream.set_nodelay(true).map_err(broken)?;
     let mut certificates = None;
     let mut stream: Box<dyn Stream> = match &shared.tls {
@@ -113,7 +113,7 @@ async fn greet(stream: TcpStream, from: SocketAddr, shared: &Shared) -> Result<C
                 } else {
                     Code::PeerLost
                 };
-                Fault::new(code, format!("the TLS handshake failed: {error}"))
+                Fault::new(code, format!("the TLS handshake failed: {}", how(&error)))
             })?;
             certificates = stream.get_ref().1.peer_certificates().map(<[_]>::to_vec);
             Box::new(stream)
@@ -176,7 +176,7 @@ async fn say(stream: &mut Box<dyn Stream>, answer: &HelloAnswer) -> Result<(), F
     };
     match tokio::time::timeout(GREETING_PATIENCE, write).await {
         Ok(Ok(())) => Ok(()),
-        Ok(Err(error)) => Err(Fault::new(Code::PeerLost, error.to_string())),
+        Ok(Err(error)) => Err(Fault::new(Code::PeerLost, how(&error))),
         Err(_) => Err(Fault::new(
             Code::PeerLost,
             "it does not read the answer to its greeting",

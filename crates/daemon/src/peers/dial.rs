@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 
 use super::channel::{self, Stream};
 use super::tls::{is_of_tls, server_name};
-use super::wire::{Hello, HelloAnswer, Introduction, MAGIC, MAX_GREETING, VERSIONS, encode, read};
+use super::wire::{Hello, HelloAnswer, Introduction, MAGIC, MAX_GREETING, VERSIONS, encode, how, read};
 use super::{Arrival, DialId, PeerEvent, Shared};
 use crate::config::Advertised;
 
@@ -166,7 +166,7 @@ async fn greet(
         Ok(Ok(Some(answer))) => answer,
         // With TLS 1.3 a refused certificate shows here first.
         Err(error) if shared.tls.is_some() => return Err(tls_failed(address, &error)),
-        Err(error) => return Err(odd(address, error.to_string())),
+        Err(error) => return Err(odd(address, how(&error))),
         Ok(Ok(None)) => return Err(odd(address, "it closed the connection".to_owned())),
         Ok(Err(error)) => return Err(odd(address, error.to_string())),
     };
@@ -178,8 +178,9 @@ fn tls_failed(address: &Advertised, error: &io::Error) -> Fault {
         return Fault::new(
             Code::PeerUnreachable,
             format!(
-                "the connection to peer {address} broke during the TLS handshake ({error}); it is tried again: a daemon that \
-                 starts or ends, a network that drops packets, or a peer without TLS"
+                "the connection to peer {address} broke during the TLS handshake ({}); it is tried again: a daemon that \
+                 starts or ends, a network that drops packets, or a peer without TLS",
+                how(error)
             ),
         );
     }

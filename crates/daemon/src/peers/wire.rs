@@ -138,6 +138,15 @@ pub(crate) async fn read<T: DeserializeOwned>(
     Ok(decode(&payload).map(Some).map_err(FrameError::from))
 }
 
+/// What went wrong with a connection, in words.
+pub(crate) fn how(error: &io::Error) -> String {
+    match error.kind() {
+        // TLS says it at length.
+        io::ErrorKind::UnexpectedEof => "it closed the connection".to_owned(),
+        _ => error.to_string(),
+    }
+}
+
 fn ended<T>(error: io::Error, missing: usize) -> io::Result<Result<Option<T>, FrameError>> {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => Ok(Err(FrameError::Truncated { missing })),

@@ -42,6 +42,25 @@ async fn a_peer_that_is_not_there_is_named() {
 }
 
 #[tokio::test]
+async fn a_peer_that_dies_is_said_to_have_closed_the_connection() {
+    let authority = Authority::new();
+    let a = with_tls(authority.issue("a", &["127.0.0.1"])).await;
+    let b = with_tls(authority.issue("b", &["127.0.0.1"])).await;
+    let engine = Engine::attach(b.socket(), "decode").await;
+    let prefill = Engine::attach(a.socket(), "prefill").await;
+    let fetch = engine.fetch_of(&a.source("prefill"), "t", &[1], 4);
+    let fetching = engine.rank.fetch(fetch).await.unwrap();
+    a.settles("announced", 1).await;
+    drop((a, prefill));
+    let failed = soon("the failure", fetching.ended()).await.unwrap_err();
+    assert_eq!(failed.cause.code, Code::PeerLost, "{failed}");
+    assert!(
+        failed.cause.message.contains("it closed the connection"),
+        "{failed}"
+    );
+}
+
+#[tokio::test]
 async fn certificates_of_another_authority_are_refused_either_way() {
     let (ours, theirs) = (Authority::new(), Authority::new());
     let a = with_tls(ours.issue("a", &["127.0.0.1"])).await;
