@@ -81,7 +81,7 @@ impl EnvelopeOf {
             model_type: self.model_type.clone(),
         };
         let converted = convert(&text, self.framework()?, &self.command, &options)
-            .map_err(|error| bad_input(format!("{config}: {error}")))?;
+            .map_err(|error| bad_input(format!("{config}: {}: {error}", error.code())))?;
         let mut file = converted.to_toml();
         if !file.ends_with('\n') {
             file.push('\n');

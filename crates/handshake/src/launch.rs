@@ -6,7 +6,9 @@ pub use allocate::{Allocation, Order, Padding};
 
 use crate::element::Element;
 use crate::envelope::{Component, Dcp, Envelope, HeadSpan, Identity, Kind, PageGroup, Part, Rank, Role};
-use crate::limits::{MAX_COMPONENTS, MAX_LAYERS, MAX_PAGE_GROUPS, MAX_PARTS, MAX_PLACED, MAX_RANKS};
+use crate::limits::{
+    MAX_COMPONENTS, MAX_LAYERS, MAX_PAGE_GROUPS, MAX_PARTS, MAX_PLACED, MAX_RANKS, MAX_REGION_BYTES,
+};
 use crate::shape::ModelShape;
 use crate::validate::InvalidEnvelope;
 
@@ -119,12 +121,39 @@ pub enum LaunchError {
         /// The largest allowed.
         most: u64,
     },
+    /// More layers are given to stages than there are.
+    #[error(
+        "the pipeline stages hold {stages} layers, and stage {stage} of them nothing: the highest layer id is \
+         {last}; give each stage its number of layers, in all those of the model"
+    )]
+    EmptyStage {
+        /// Sum over the stages.
+        stages: u64,
+        /// The stage that holds nothing, from 0.
+        stage: usize,
+        /// The highest layer id of any component.
+        last: u32,
+    },
     /// A shared pool with an allocation that has no common pages.
-    #[error("a shared pool needs an allocation by layer with whole pages: layer_pages or packed_rows")]
-    SharedPool,
+    #[error(
+        "the allocation is {allocation}, but a shared pool needs one by layer with whole pages: layer_pages or \
+         packed_rows"
+    )]
+    SharedPool {
+        /// The allocation, as an envelope file names it.
+        allocation: &'static str,
+    },
     /// A region would be larger than 2^63 bytes.
-    #[error("the pool is larger than 2^63 bytes")]
-    TooLarge,
+    #[error(
+        "rank {rank} would need a region of more than {MAX_REGION_BYTES} bytes for {pool_pages} pages; lower \
+         pool_pages, or what the pages hold"
+    )]
+    TooLarge {
+        /// The rank.
+        rank: usize,
+        /// Pages of the largest pool.
+        pool_pages: u32,
+    },
     /// The envelope that came out is not valid.
     #[error(transparent)]
     Invalid(#[from] InvalidEnvelope),
@@ -305,9 +334,12 @@ impl Arrangement {
                 ranks.push(Rank {
                     rank: u32::try_from(ranks.len()).unwrap_or(u32::MAX),
                     dcp_rank: tp_rank % dcp,
-                    placements: self
-                        .place(groups, components, &held)
-                        .ok_or(LaunchError::TooLarge)?,
+                    placements: self.place(groups, components, &held).ok_or_else(|| {
+                        LaunchError::TooLarge {
+                            rank: ranks.len(),
+                            pool_pages: groups.iter().map(|group| group.pool_pages).max().unwrap_or(0),
+                        }
+                    })?,
                 });
             }
         }
@@ -321,6 +353,7 @@ impl Arrangement {
             self.stages.len() as u64,
             MAX_RANKS,
         )?;
+        self.every_stage_holds_layers(components)?;
         bounded("the prefill context-parallel size", self.cp.into(), MAX_RANKS)?;
         let ranks = self.stages.len() as u64 * u64::from(self.tp) * u64::from(self.cp);
         bounded("the number of ranks", ranks, MAX_RANKS)?;
@@ -336,7 +369,9 @@ impl Arrangement {
                 .zip(groups)
                 .any(|(at, _)| allocate::shared(groups, at))
         {
-            return Err(LaunchError::SharedPool);
+            return Err(LaunchError::SharedPool {
+                allocation: self.allocation.name(),
+            });
         }
         let mut pieces = 0;
         for component in components {
@@ -366,6 +401,27 @@ impl Arrangement {
             pieces as u64 * ranks,
             MAX_PLACED,
         )
+    }
+
+    /// Ids from the sum of the stages on lie on the last stage, so a sum below the highest id is a draft model's; a
+    /// sum beyond it is a mistake where it leaves a stage with nothing.
+    fn every_stage_holds_layers(&self, components: &[Component]) -> Result<(), LaunchError> {
+        let Some(last) = components.iter().flat_map(|component| &component.layers).max() else {
+            return Ok(());
+        };
+        let stages = self.stages.iter().map(|count| u64::from(*count)).sum();
+        let mut first = 0u64;
+        for (stage, count) in self.stages.iter().enumerate() {
+            if *count == 0 || first > u64::from(*last) {
+                return Err(LaunchError::EmptyStage {
+                    stages,
+                    stage,
+                    last: *last,
+                });
+            }
+            first += u64::from(*count);
+        }
+        Ok(())
     }
 
     /// The heads of a part that a TP rank owns: an even share, or one head where ranks outnumber heads.

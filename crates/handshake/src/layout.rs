@@ -117,7 +117,8 @@ impl fmt::Display for PageOrder {
 }
 
 /// How a component lies in memory, for people: the order inside a page, then the axes from the widest stride to
-/// the narrowest, as `NHD [L, B, N, H, D]` with L layer, 2 part, B page, N token, H head, D element.
+/// the narrowest, as `NHD [L, 2, B, N, H, D]` with L layer, 2 (or as many as there are) part, B page, N token, H head,
+/// D element.
 /// `opaque TAG` for an opaque one. Made from its first placement.
 pub fn layout_label(envelope: &Envelope, component: u16) -> String {
     let Some(declared) = envelope.components.get(usize::from(component)) else {
@@ -148,9 +149,10 @@ fn axes(envelope: &Envelope, component: &Component, placement: &Placement) -> St
     };
     let pages = group.map_or(1, |group| group.pool_pages) as usize;
     let strides = placement.strides;
+    let parts = placement.parts.len().to_string();
     let mut axes = vec![
         (strides.layer, placement.layers.len(), "L"),
-        (strides.part, placement.parts.len(), "2"),
+        (strides.part, placement.parts.len(), parts.as_str()),
         (strides.page, pages, "B"),
         (strides.token, tokens, "N"),
         (strides.head, placement.heads.count as usize, "H"),

@@ -578,11 +578,100 @@ fn what_is_not_understood_is_refused_by_name() {
         ("VLLM_KV_CACHE_LAYOUT=HNN --model m", "VLLM_KV_CACHE_LAYOUT"),
         ("VLLM_MLA_DISABLE=1 --model m", "VLLM_MLA_DISABLE"),
         ("--model m --speculative-config x", "--speculative-config"),
+        (
+            "--model m --kv-cache-dtype fp9",
+            "\"fp9\" is no element type; known: auto, fp32",
+        ),
+        ("--model m --kv-cache-dtype int8", "scales of int8"),
+        ("--model m --kv-cache-dtype fp8_ds_mla", "scales of fp8_ds_mla"),
         ("--model m -tp 1024 -pp 32", "ranks"),
     ] {
         let error = refused(&llama_8b(), Vllm, command);
         assert!(error.contains(word), "{command}: {error}");
     }
+}
+
+#[test]
+fn what_is_not_looked_at_is_listed() {
+    let command = "VLLM_USE_V1=1 NCCL_P2P_DISABLE=1 SGLANG_PP_LAYER_PARTITION=16,16 python -m vllm.server --model m -q x \
+                   --seed 3";
+    let found = converted(&llama_8b(), Vllm, command);
+    let listed = "not looked at: VLLM_USE_V1 NCCL_P2P_DISABLE SGLANG_PP_LAYER_PARTITION -q --seed";
+    assert!(noted(&found, listed), "{:?}", found.notes);
+    // The backend, as a variable and as a flag, is looked at.
+    let flag = converted(&llama_8b(), Vllm, "--model m --attention-backend FLASHINFER");
+    let variable = converted(&llama_8b(), Vllm, "VLLM_ATTENTION_BACKEND=FLASHINFER --model m");
+    assert_eq!(variable.arrangement, flag.arrangement);
+    assert_ne!(
+        variable.arrangement,
+        converted(&llama_8b(), Vllm, "--model m").arrangement
+    );
+    assert!(!noted(&variable, "not looked at"));
+}
+
+#[test]
+fn only_a_models_own_layers_draft_by_its_configuration() {
+    let own = |framework, command: &str| {
+        let found = converted(&deepseek_v3(), framework, command);
+        assert!(noted(&found, "component.draft"), "{command}");
+        found.envelope.component("draft").is_some()
+    };
+    let vllm = |method: &str| {
+        let command = format!("--model m --speculative-config {{\"method\":\"{method}\"}}");
+        own(Vllm, &command)
+    };
+    assert!(vllm("mtp") && vllm("deepseek_mtp"));
+    assert!(!vllm("eagle") && !vllm("nextn"));
+    assert!(own(Sglang, "--model m --speculative-algorithm EAGLE"));
+    assert!(own(Sglang, "--model m --speculative-algorithm NEXTN"));
+    assert!(!own(
+        Sglang,
+        "--model m --speculative-algorithm EAGLE --speculative-draft-model-path other"
+    ));
+}
+
+/// A value that cannot be read is no reason to take a default in its place.
+#[test]
+fn unreadable_settings_are_refused_with_key_and_value() {
+    let with = |base: Value, key: &str, value: Value| {
+        let mut config = base;
+        config[key] = value;
+        config
+    };
+    let config = with(qwen3_next(), "mamba_ssm_dtype", json!("float23"));
+    for framework in [Vllm, Sglang] {
+        let error = refused(&config, framework, "--model m");
+        assert!(
+            error.contains("mamba_ssm_dtype") && error.contains("float23"),
+            "{error}"
+        );
+    }
+    for name in ["SGLANG_MAMBA_CONV_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"] {
+        let error = refused(&qwen3_next(), Sglang, &format!("{name}=float23 --model m"));
+        assert!(error.contains(name) && error.contains("float23"), "{error}");
+        let found = converted(&qwen3_next(), Sglang, &format!("{name}=float16 --model m"));
+        assert!(noted(&found, "fp16"), "{:?}", found.notes);
+    }
+    let error = refused(
+        &with(qwen3_next(), "linear_conv_kernel_dim", json!(40)),
+        Vllm,
+        "--model m",
+    );
+    assert!(
+        error.contains("linear_conv_kernel_dim") && error.contains("40"),
+        "{error}"
+    );
+
+    let mut qwen = llama_8b();
+    qwen["model_type"] = json!("qwen2");
+    qwen["sliding_window"] = json!(4096);
+    qwen["use_sliding_window"] = json!(true);
+    assert!(refused(&qwen, Vllm, "--model m").contains("max_window_layers"));
+    qwen["max_window_layers"] = json!(16);
+    assert_eq!(
+        component(&converted(&qwen, Vllm, "--model m"), "kv").layers.len(),
+        16
+    );
 }
 
 #[test]

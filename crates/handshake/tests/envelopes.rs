@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // a panic here is a failed test
 
-use kvferry_handshake::{Dcp, Element, Envelope, Kind, Launch, ModelShape, Scales, Unit, limits};
+use kvferry_handshake::{Code, Dcp, Element, Envelope, Kind, Launch, ModelShape, Scales, Unit, limits};
 
 fn llama() -> Envelope {
     let launch = Launch {
@@ -35,10 +35,10 @@ fn each_broken_field_is_named() {
         ("prefill_context_parallel", |e| {
             e.identity.prefill_context_parallel = 0
         }),
-        ("page_groups", |e| e.page_groups.clear()),
-        ("components", |e| e.components = vec![e.components[0].clone(); 65]),
-        ("ranks", |e| e.ranks = vec![e.ranks[0].clone(); 1025]),
-        ("ranks", |e| e.ranks.clear()),
+        ("page_group", |e| e.page_groups.clear()),
+        ("component", |e| e.components = vec![e.components[0].clone(); 65]),
+        ("rank", |e| e.ranks = vec![e.ranks[0].clone(); 1025]),
+        ("rank", |e| e.ranks.clear()),
         ("page_group.pages.page_size", |e| e.page_groups[0].page_size = 0),
         ("page_group.pages.pool_pages", |e| e.page_groups[0].pool_pages = 0),
         ("page_group.pages.pool", |e| e.page_groups[0].pool = 3),
@@ -199,6 +199,60 @@ fn every_fault_is_reported_at_once_and_the_list_is_bounded() {
     assert_eq!(invalid.faults.len(), 100);
     assert!(invalid.more > 1000);
     assert!(invalid.to_string().ends_with("more"));
+}
+
+#[test]
+fn a_dcp_rank_out_of_bounds_is_one_fault_of_the_rank() {
+    let dcp = Dcp {
+        size: 2,
+        interleave: 1,
+    };
+    let launch = Launch {
+        tp: 2,
+        dcp,
+        ..Launch::default()
+    };
+    let mut envelope = launch.envelope(&ModelShape::new("m", 4).kv(0..4, 2, 8)).unwrap();
+    assert!(envelope.ranks[1].placements.len() > 1);
+    envelope.ranks[1].dcp_rank = 2;
+    let faults = envelope.validate().unwrap_err().faults;
+    let fields: Vec<&str> = faults.iter().map(|fault| fault.field.as_str()).collect();
+    assert_eq!(fields, ["rank.1.dcp_rank"]);
+    assert!(faults[0].message.contains("is 2") && faults[0].message.contains("0 to 1"));
+}
+
+/// `layers` layers whose pages lie inside one another, each with a page stride of its own: nothing overlaps, and each
+/// look at the outermost tells only one of them from the rest.
+fn nested(layers: u32) -> Envelope {
+    const ROW: u64 = 32;
+    let launch = Launch {
+        page_size: 1,
+        pool_pages: 2,
+        ..Launch::default()
+    };
+    let model = ModelShape::new("m", layers).latent(0..layers, 16);
+    let mut envelope = launch.envelope(&model).unwrap();
+    let widest = 4 * ROW * u64::from(layers);
+    for (at, placement) in (0u64..).zip(&mut envelope.ranks[0].placements) {
+        placement.region = 0;
+        placement.offset = at * ROW;
+        placement.strides.page = widest - 2 * at * ROW;
+    }
+    envelope
+}
+
+/// The proof takes time by the number of placements, not by its square: an envelope comes from outside.
+#[test]
+fn strides_that_differ_in_every_placement_are_not_followed_to_the_end() {
+    assert_eq!(nested(40).validate(), Ok(()));
+    for layers in [400, 4096] {
+        let invalid = nested(layers).validate().unwrap_err();
+        assert_eq!(invalid.code(), Code::PlacementOverlap, "{layers} layers");
+        assert!(
+            invalid.to_string().contains("cannot be shown to lie beside"),
+            "{invalid}"
+        );
+    }
 }
 
 #[test]

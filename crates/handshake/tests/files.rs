@@ -145,9 +145,30 @@ fn what_is_wrong_is_told_with_line_key_and_fix() {
             Some(11),
             &["pagesize", "page_size"],
         ),
-        ("page_size = 16\n", "", Some(9), &["missing field", "page_size"]),
-        ("page_size = 16", "page_size = \"16\"", Some(11), &["u32"]),
-        ("page_size = 16", "page_size = -1", Some(11), &["-1"]),
+        (
+            "page_size = 16\n",
+            "",
+            Some(9),
+            &["page_group: ", "missing field", "page_size"],
+        ),
+        (
+            "heads = 2, width = 128 }, {",
+            "heads = 2, width = true }, {",
+            Some(19),
+            &["component.parts.width", "true"],
+        ),
+        (
+            "page_size = 16",
+            "page_size = \"16\"",
+            Some(11),
+            &["page_group.page_size", "\"16\"", "u32"],
+        ),
+        (
+            "page_size = 16",
+            "page_size = -1",
+            Some(11),
+            &["page_group.page_size", "-1"],
+        ),
         ("page_size = 16", "page_size = 16 16", Some(11), &[]),
         (
             "page_size = 16",
@@ -204,7 +225,7 @@ fn what_is_wrong_is_told_with_line_key_and_fix() {
             "heads = 2, width = 128 }, {",
             "heads = 2, widht = 128 }, {",
             Some(19),
-            &["widht", "width"],
+            &["component.parts", "widht", "width"],
         ),
         (
             "component = \"kv\"",
@@ -225,7 +246,12 @@ fn what_is_wrong_is_told_with_line_key_and_fix() {
             Some(24),
             &["rank.0.placement.0.heads", "0-2"],
         ),
-        ("region = 0", "region = 65536", Some(29), &["65536"]),
+        (
+            "region = 0",
+            "region = 65536",
+            Some(29),
+            &["rank.placement.region", "65536"],
+        ),
         ("rank = 0\n", "rank = 1\n", Some(22), &["rank.0.rank", "in order"]),
         (
             "token = 512",
@@ -253,6 +279,8 @@ fn what_is_wrong_is_told_with_line_key_and_fix() {
         let error = Envelope::from_toml(&text).expect_err(to);
         let first = &error.problems[0];
         assert_eq!(first.line, *line, "{to}: {error}");
+        let code = format!(": {}: ", first.code);
+        assert!(error.to_string().contains(&code), "{to}: {error}");
         for word in *words {
             assert!(
                 error.to_string().contains(word),
@@ -288,6 +316,29 @@ fn every_problem_is_told_at_once() {
     let error = Envelope::from_toml(&uneven).unwrap_err();
     assert_eq!(error.problems[0].line, Some(22));
     assert!(error.to_string().contains("3 ranks cannot share"), "{error}");
+
+    let twice = format!("{without}[arrangement]\ntp = 1\ncp = 2\nallocation = \"layer\"\n");
+    let error = Envelope::from_toml(&twice).unwrap_err();
+    assert_eq!(error.problems[0].key, "arrangement.cp");
+    assert!(
+        error
+            .to_string()
+            .contains("is 2, but prefill_context_parallel is 1"),
+        "{error}"
+    );
+    let both = twice.replace("prefill_context_parallel = 1", "prefill_context_parallel = 2");
+    assert_eq!(Envelope::from_toml(&both).unwrap().ranks.len(), 2);
+
+    for (stages, words) in [
+        ("[2, 2]", ["hold 4 layers", "stage 1 of them nothing"]),
+        ("[0, 2]", ["hold 2 layers", "stage 0 of them nothing"]),
+    ] {
+        let file = format!("{without}[arrangement]\ntp = 1\nstages = {stages}\nallocation = \"layer\"\n");
+        let error = Envelope::from_toml(&file).unwrap_err().to_string();
+        for word in words.into_iter().chain(["highest layer id is 1"]) {
+            assert!(error.contains(word), "{stages}: {error}");
+        }
+    }
 }
 
 #[test]

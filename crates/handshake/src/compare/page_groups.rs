@@ -101,7 +101,7 @@ pub(super) fn composition(prefill: &Envelope, decode: &Envelope, found: &mut Dif
     found.add(Difference {
         gravity: Gravity::Bridgeable,
         code: Code::PageGroups,
-        field: "page_groups".to_owned(),
+        field: "page_group".to_owned(),
         prefill: said(&p),
         decode: said(&d),
         why:

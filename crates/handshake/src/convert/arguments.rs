@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use super::{ConvertError, Framework};
-use crate::element::Element;
+use crate::element::{Element, UnknownElement};
 
 /// What a flag is followed by.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -62,6 +62,10 @@ const SGLANG: &[Flag] = &[
     ),
     (&["--mamba-ssm-dtype"], Takes::Value),
     (&["--speculative-algorithm", "--speculative-algo"], Takes::Value),
+    (
+        &["--speculative-draft-model-path", "--speculative-draft-model"],
+        Takes::Value,
+    ),
     (&["--json-model-override-args"], Takes::Value),
     (&["--attention-backend"], Takes::Value),
     (&["--prefill-attention-backend"], Takes::Value),
@@ -71,6 +75,21 @@ const SGLANG: &[Flag] = &[
     (&["--disable-hybrid-swa-memory"], Takes::Nothing),
 ];
 
+/// Variables of vLLM that are looked at.
+const VLLM_VARIABLES: &[&str] = &[
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_KV_CACHE_LAYOUT",
+    "VLLM_MLA_DISABLE",
+    "VLLM_PP_LAYER_PARTITION",
+];
+
+/// Variables of SGLang that are looked at.
+const SGLANG_VARIABLES: &[&str] = &[
+    "SGLANG_MAMBA_CONV_DTYPE",
+    "SGLANG_MAMBA_SSM_DTYPE",
+    "SGLANG_PP_LAYER_PARTITION",
+];
+
 /// What was given.
 pub(super) struct Given {
     values: BTreeMap<&'static str, String>,
@@ -78,15 +97,15 @@ pub(super) struct Given {
     variables: BTreeMap<String, String>,
     /// The model, where it stands without a flag.
     pub(super) positional_model: Option<String>,
-    /// Flags that were not looked at.
+    /// Flags and variables that were not looked at.
     pub(super) ignored: Vec<String>,
 }
 
 impl Given {
     pub(super) fn parse(framework: Framework, words: &[String]) -> Result<Given, ConvertError> {
-        let flags = match framework {
-            Framework::Vllm => VLLM,
-            Framework::Sglang => SGLANG,
+        let (flags, variables) = match framework {
+            Framework::Vllm => (VLLM, VLLM_VARIABLES),
+            Framework::Sglang => (SGLANG, SGLANG_VARIABLES),
         };
         let mut given = Given {
             values: BTreeMap::new(),
@@ -100,8 +119,12 @@ impl Given {
         while let Some(word) = words.next() {
             if !word.starts_with('-') {
                 match word.split_once('=') {
-                    Some((name, value)) if name.bytes().all(|b| b.is_ascii_uppercase() || b == b'_') => {
-                        given.variables.insert(name.to_owned(), value.to_owned());
+                    Some((name, value)) if is_variable(name) => {
+                        if variables.contains(&name) {
+                            given.variables.insert(name.to_owned(), value.to_owned());
+                        } else {
+                            given.ignored.push(name.to_owned());
+                        }
                     }
                     _ if after_serve => given.positional_model = Some(word.clone()),
                     _ => {}
@@ -124,7 +147,8 @@ impl Given {
                 if inline.is_none() {
                     words.next_if(|next| !next.starts_with('-'));
                 }
-                if name.starts_with("--") {
+                // `python -m MODULE` says what is launched, not how.
+                if name != "-m" {
                     given.ignored.push(name.to_owned());
                 }
                 continue;
@@ -170,15 +194,12 @@ impl Given {
 
     /// An element type; `auto` and absence are `None`.
     pub(super) fn element(&self, flag: &'static str) -> Result<Option<Element>, ConvertError> {
-        match self.value(flag) {
-            None | Some("auto") => Ok(None),
-            Some(value) => {
-                let element = value
-                    .parse()
-                    .map_err(|error: crate::element::UnknownElement| error.to_string());
-                element.map(Some).map_err(|why| argument(flag, why))
-            }
-        }
+        element(flag, self.value(flag))
+    }
+
+    /// The same of a variable.
+    pub(super) fn variable_element(&self, name: &'static str) -> Result<Option<Element>, ConvertError> {
+        element(name, self.variable(name))
     }
 
     /// Layers of each stage, from a variable such as `16,16`.
@@ -199,6 +220,23 @@ impl Given {
             )),
         }
     }
+}
+
+fn element(name: &'static str, value: Option<&str>) -> Result<Option<Element>, ConvertError> {
+    match value {
+        None | Some("auto") => Ok(None),
+        Some(value) => {
+            let element: Result<Element, UnknownElement> = value.parse();
+            element
+                .map(Some)
+                .map_err(|error| argument(name, error.to_string()))
+        }
+    }
+}
+
+fn is_variable(name: &str) -> bool {
+    let named = |byte: u8| byte.is_ascii_uppercase() || byte.is_ascii_digit() || byte == b'_';
+    name.starts_with(|first: char| first.is_ascii_uppercase()) && name.bytes().all(named)
 }
 
 pub(super) fn argument(flag: &str, why: impl Into<String>) -> ConvertError {

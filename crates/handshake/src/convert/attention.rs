@@ -201,7 +201,12 @@ pub(super) fn windows(config: &Config, layers: u32) -> Result<Windows, ConvertEr
             if config.flag("use_sliding_window")? != Some(true) {
                 return Ok(none);
             }
-            let full = config.number("max_window_layers")?.unwrap_or(0);
+            let full = config
+                .number("max_window_layers")?
+                .ok_or_else(|| ConvertError::Missing {
+                    key: "max_window_layers".to_owned(),
+                    wanted: "says from which layer on use_sliding_window holds",
+                })?;
             every(&|layer| layer < full)
         }
         _ => {

@@ -110,7 +110,14 @@ impl Engine<'_> {
         if matches!(method.as_str(), "ngram" | "suffix" | "none") {
             return Ok(None);
         }
-        let own = matches!(method.as_str(), "mtp" | "deepseek_mtp" | "nextn" | "eagle");
+        // vLLM's eagle is always another model's checkpoint; SGLang's is the model's own layers until a path names one.
+        let own = match self.framework {
+            Framework::Vllm => matches!(method.as_str(), "mtp" | "deepseek_mtp"),
+            Framework::Sglang => {
+                matches!(method.as_str(), "nextn" | "eagle")
+                    && self.given.value("--speculative-draft-model-path").is_none()
+            }
+        };
         let count = self.config.number("num_nextn_predict_layers")?.unwrap_or(0);
         let latent = cached.iter().find(|one| one.kind == Kind::Latent);
         let sparse = cached.iter().any(|one| one.kind == Kind::Indexer);

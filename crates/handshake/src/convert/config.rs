@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::ConvertError;
+use crate::element::Element;
 use crate::limits::MAX_LAYERS;
 
 /// Most bytes of a configuration.
@@ -104,6 +105,20 @@ impl Config {
             .ok_or_else(|| wrong(key, value, "a string"))
     }
 
+    /// An element type; `auto` and absence are `None`.
+    pub(super) fn element(&self, key: &str) -> Result<Option<Element>, ConvertError> {
+        match self.text(key)?.as_deref() {
+            None | Some("auto") => Ok(None),
+            Some(name) => name.parse().map(Some).map_err(|_| {
+                wrong(
+                    key,
+                    &Value::from(name),
+                    "an element type, such as bfloat16 or float32",
+                )
+            }),
+        }
+    }
+
     pub(super) fn flag(&self, key: &str) -> Result<Option<bool>, ConvertError> {
         let Some(value) = self.get(key) else {
             return Ok(None);
@@ -155,7 +170,8 @@ impl Config {
     pub(super) fn layers(&self) -> Result<u32, ConvertError> {
         let layers = self.count("num_hidden_layers", "says how many layers there are")?;
         if layers as usize > MAX_LAYERS {
-            return Err(wrong("num_hidden_layers", &Value::from(layers), "at most 4096"));
+            let expected = format!("at most {MAX_LAYERS}");
+            return Err(wrong("num_hidden_layers", &Value::from(layers), expected));
         }
         Ok(layers)
     }
@@ -206,11 +222,11 @@ fn write_canonical(value: &Value, out: &mut String) {
     }
 }
 
-pub(super) fn wrong(key: &str, value: &Value, expected: &'static str) -> ConvertError {
+pub(super) fn wrong(key: &str, value: &Value, expected: impl Into<String>) -> ConvertError {
     ConvertError::Value {
         key: key.to_owned(),
         value: short(value),
-        expected,
+        expected: expected.into(),
     }
 }
 

@@ -3,7 +3,7 @@
 use super::arguments::argument;
 use super::engine::Engine;
 use super::{ConvertError, Framework};
-use crate::element::Element;
+use crate::element::{Element, UnknownElement};
 
 impl Engine<'_> {
     /// The model's dtype: what `auto` resolves to. `auto` itself where it cannot be known.
@@ -69,6 +69,8 @@ impl Engine<'_> {
                 Ok(Element::Fp8E4m3)
             }
             "fp8_ds_mla" if self.config.get("index_head_dim").is_some() => Ok(Element::Fp8E4m3),
+            // Names for kinds of fp8 whose scales lie where only their backends know.
+            "fp8_ds_mla" | "fp8_inc" => Err(scales_not_known(flag, name)),
             _ => match name.parse() {
                 Ok(
                     element @ (Element::Bf16
@@ -79,22 +81,18 @@ impl Engine<'_> {
                     | Element::Fp8E4m3Fnuz
                     | Element::Fp8E5m2Fnuz),
                 ) => Ok(element),
-                _ => Err(argument(
-                    flag,
-                    format!(
-                        "where the scales of {name:?} lie is not known here; write the envelope by hand (docs/envelope.md)"
-                    ),
-                )),
+                Ok(_) => Err(scales_not_known(flag, name)),
+                Err(error) => {
+                    let error: UnknownElement = error;
+                    Err(argument(flag, error.to_string()))
+                }
             },
         }
     }
 
     /// Element types of the convolution's inputs and of the recurrent state.
     pub(super) fn state_elements(&mut self) -> Result<(Element, Element), ConvertError> {
-        let stated = self
-            .config
-            .text("mamba_ssm_dtype")?
-            .and_then(|name| name.parse().ok());
+        let stated = self.config.element("mamba_ssm_dtype")?;
         let (conv, state) = match self.framework {
             Framework::Vllm => {
                 let conv = match self.given.element("--mamba-cache-dtype")? {
@@ -110,15 +108,12 @@ impl Engine<'_> {
                 )
             }
             Framework::Sglang => {
-                let variable = |name| self.given.variable(name).and_then(|name| name.parse().ok());
-                let conv = variable("SGLANG_MAMBA_CONV_DTYPE").unwrap_or(Element::Bf16);
-                let state = self.given.element("--mamba-ssm-dtype")?;
+                let conv = self.given.variable_element("SGLANG_MAMBA_CONV_DTYPE")?;
+                let by_flag = self.given.element("--mamba-ssm-dtype")?;
+                let by_variable = self.given.variable_element("SGLANG_MAMBA_SSM_DTYPE")?;
                 (
-                    conv,
-                    state
-                        .or(variable("SGLANG_MAMBA_SSM_DTYPE"))
-                        .or(stated)
-                        .unwrap_or(Element::Fp32),
+                    conv.unwrap_or(Element::Bf16),
+                    by_flag.or(by_variable).or(stated).unwrap_or(Element::Fp32),
                 )
             }
         };
@@ -131,4 +126,13 @@ impl Engine<'_> {
         );
         Ok((conv, state))
     }
+}
+
+fn scales_not_known(flag: &str, name: &str) -> ConvertError {
+    argument(
+        flag,
+        format!(
+            "where the scales of {name} lie is not known here; write the envelope by hand (docs/envelope.md)"
+        ),
+    )
 }

@@ -308,10 +308,11 @@ impl<'a> Engine<'a> {
                 Order::Nhd
             }
         };
-        let flashinfer = self
+        let backend = self
             .given
             .value("--attention-backend")
-            .is_some_and(|name| name.eq_ignore_ascii_case("flashinfer"));
+            .or(self.given.variable("VLLM_ATTENTION_BACKEND"));
+        let flashinfer = backend.is_some_and(|name| name.eq_ignore_ascii_case("flashinfer"));
         let allocation = match self.framework {
             Framework::Vllm if shared_pool || flashinfer => Allocation::LayerPages,
             Framework::Vllm => Allocation::Layer,

@@ -85,7 +85,7 @@ pub enum ConvertError {
         /// Its value.
         value: String,
         /// What it should be.
-        expected: &'static str,
+        expected: String,
     },
     /// The model's kind is not known.
     #[error(

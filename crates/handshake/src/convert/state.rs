@@ -47,19 +47,6 @@ const GIVES: &str = "gives the shape of the recurrent state";
 
 impl Recurrent {
     pub(super) fn of(config: &Config, layers: u32) -> Result<Recurrent, ConvertError> {
-        let recurrent = Recurrent::of_family(config, layers)?;
-        if !(1..=MAX_TAPS).contains(&recurrent.taps) {
-            let expected = "2 to 17 inputs of the convolution";
-            return Err(wrong(
-                "conv_kernel",
-                &recurrent.taps.saturating_add(1).into(),
-                expected,
-            ));
-        }
-        Ok(recurrent)
-    }
-
-    fn of_family(config: &Config, layers: u32) -> Result<Recurrent, ConvertError> {
         match config.model_type() {
             "nemotron_h" => {
                 let sizes = [
@@ -67,7 +54,7 @@ impl Recurrent {
                     config.count("mamba_head_dim", GIVES)?,
                     config.count("n_groups", GIVES)?,
                     config.count("ssm_state_size", GIVES)?,
-                    config.count("conv_kernel", GIVES)?,
+                    taps(config, "conv_kernel")?,
                 ];
                 mamba2(pattern(config, layers)?, sizes)
             }
@@ -77,7 +64,7 @@ impl Recurrent {
                     mamba_head_dim(config)?,
                     config.count("mamba_n_groups", GIVES)?,
                     config.count("mamba_d_state", GIVES)?,
-                    config.count("mamba_d_conv", GIVES)?,
+                    taps(config, "mamba_d_conv")?,
                 ];
                 mamba2(mamba_layers(config, layers)?, sizes)
             }
@@ -123,13 +110,24 @@ impl Recurrent {
     }
 }
 
-/// Mamba 2, from [heads, width of a head, groups, state size, convolution kernel].
+/// The inputs that a convolution remembers: all of its kernel but the newest.
+fn taps(config: &Config, key: &str) -> Result<u32, ConvertError> {
+    let kernel = config.count(key, GIVES)?;
+    let taps = kernel - 1;
+    if !(1..=MAX_TAPS).contains(&taps) {
+        let expected = format!("2 to {} inputs of the convolution", MAX_TAPS + 1);
+        return Err(wrong(key, &kernel.into(), expected));
+    }
+    Ok(taps)
+}
+
+/// Mamba 2, from [heads, width of a head, groups, state size, taps of the convolution].
 fn mamba2(layers: HybridLayers, sizes: [u32; 5]) -> Result<Recurrent, ConvertError> {
-    let [heads, head, groups, state, kernel] = sizes;
+    let [heads, head, groups, state, taps] = sizes;
     Ok(Recurrent {
         layers,
         channels: vec![("x", heads, head), ("b", groups, state), ("c", groups, state)],
-        taps: kernel.saturating_sub(1),
+        taps,
         state: (heads, head.saturating_mul(state)),
     })
 }
@@ -244,11 +242,11 @@ fn gated_delta_net(config: &Config, layers: u32) -> Result<Recurrent, ConvertErr
     let v_heads = config.count("linear_num_value_heads", GIVES)?;
     let k = config.count("linear_key_head_dim", GIVES)?;
     let v = config.count("linear_value_head_dim", GIVES)?;
-    let kernel = config.count("linear_conv_kernel_dim", GIVES)?;
+    let taps = taps(config, "linear_conv_kernel_dim")?;
     Ok(Recurrent {
         layers: kinds,
         channels: vec![("q", k_heads, k), ("k", k_heads, k), ("v", v_heads, v)],
-        taps: kernel.saturating_sub(1),
+        taps,
         state: (v_heads, k.saturating_mul(v)),
     })
 }

@@ -1,8 +1,11 @@
 //! The envelope file: an envelope as people write and read it. TOML; docs/envelope.md describes every key.
 
 mod document;
+mod key_at;
 mod print;
+mod problems;
 mod resolve;
+mod spots;
 
 use std::fmt;
 
@@ -49,6 +52,7 @@ impl fmt::Display for FileProblem {
         if let Some(line) = self.line {
             write!(f, "line {line}: ")?;
         }
+        write!(f, "{}: ", self.code)?;
         if !self.key.is_empty() {
             write!(f, "{}: ", self.key)?;
         }

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use crate::element::Element;
 use crate::envelope::{Component, Envelope, Identity, Kind, Placement, Rank, Scales, Unit};
-use crate::launch::{Allocation, Arrangement, Order, Padding};
+use crate::launch::{Arrangement, Order, Padding};
 use crate::spans::spans;
 
 /// The file with every rank's placements.
@@ -51,14 +51,7 @@ pub(super) fn arranged(envelope: &Envelope, arrangement: &Arrangement, notes: &[
         Order::Nhd => "NHD",
         Order::Hnd => "HND",
     };
-    let allocation = match allocation {
-        Allocation::LayerPart => "layer_part",
-        Allocation::Layer => "layer",
-        Allocation::LayerPages => "layer_pages",
-        Allocation::PackedRows => "packed_rows",
-        Allocation::OneRegion => "one_region",
-        Allocation::PageMajor => "page_major",
-    };
+    let allocation = allocation.name();
     put(
         &mut out,
         format_args!("order = \"{order}\"\nallocation = \"{allocation}\"\n"),

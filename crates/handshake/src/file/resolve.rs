@@ -1,14 +1,14 @@
 //! From a file's keys to an envelope: names become positions, the short form becomes ranks.
 
-use std::ops::Range;
-
 use toml::Spanned;
 
 use super::document::{
     ArrangementEntry, ComponentEntry, Document, GroupEntry, Names, PlacementEntry, RankEntry,
 };
-use super::{FileError, FileProblem, MAX_ENVELOPE_FILE};
-use crate::catalogue::Code;
+use super::key_at::key_at;
+use super::problems::Problems;
+use super::spots::Spots;
+use super::{FileError, MAX_ENVELOPE_FILE};
 use crate::element::Element;
 use crate::envelope::{
     Component, Dcp, Envelope, HeadSpan, Identity, Kind, PageGroup, Part, Placement, Rank, Scales, Strides,
@@ -16,10 +16,6 @@ use crate::envelope::{
 };
 use crate::launch::Arrangement;
 use crate::limits::{MAX_COMPONENTS, MAX_HEADS, MAX_PAGE_GROUPS, MAX_RANKS};
-use crate::validate::EnvelopeFault;
-
-/// Problems listed of one file; the rest is counted.
-const MAX_PROBLEMS: usize = 50;
 
 pub(super) fn resolve(text: &str) -> Result<Envelope, FileError> {
     let mut problems = Problems::new(text);
@@ -34,7 +30,12 @@ pub(super) fn resolve(text: &str) -> Result<Envelope, FileError> {
     let document: Document = match toml::from_str(text) {
         Ok(document) => document,
         Err(error) => {
-            problems.add(error.span().as_ref(), "", error.message().to_owned());
+            let key = error.span().map(|span| key_at(text, span.start));
+            problems.add(
+                error.span().as_ref(),
+                &key.unwrap_or_default(),
+                error.message().to_owned(),
+            );
             return Err(problems.into_error());
         }
     };
@@ -47,14 +48,14 @@ pub(super) fn resolve(text: &str) -> Result<Envelope, FileError> {
             problems.add(None, key, format!("{len} entries; {most} are allowed"));
         }
     }
-    if !problems.found.is_empty() {
+    if !problems.is_empty() {
         return Err(problems.into_error());
     }
 
     let page_groups = page_groups(&document.page_group, &mut problems);
     let components = components(&document, &mut problems);
     let ranks = ranks(&document, &page_groups, &components, &mut problems);
-    if !problems.found.is_empty() {
+    if !problems.is_empty() {
         return Err(problems.into_error());
     }
     let spots = Spots::of(&document);
@@ -68,7 +69,7 @@ pub(super) fn resolve(text: &str) -> Result<Envelope, FileError> {
         for fault in &invalid.faults {
             problems.add_fault(spots.of_fault(&envelope, &fault.field), fault);
         }
-        problems.more += invalid.more;
+        problems.add_more(invalid.more);
         return Err(problems.into_error());
     }
     Ok(envelope)
@@ -189,7 +190,19 @@ fn ranks(
             );
             Vec::new()
         }
-        (Some(arrangement), []) => arranged(arrangement, groups, components, problems),
+        (Some(arrangement), []) => {
+            let (cp, stated) = (arrangement.get_ref().cp, document.prefill_context_parallel);
+            if cp != stated {
+                problems.add(
+                    Some(&arrangement.span()),
+                    "arrangement.cp",
+                    format!(
+                        "is {cp}, but prefill_context_parallel is {stated}; write the same number for both"
+                    ),
+                );
+            }
+            arranged(arrangement, groups, components, problems)
+        }
         (Some(arrangement), _) => {
             problems.add(
                 Some(&arrangement.span()),
@@ -227,7 +240,7 @@ fn arranged(
         padding: keys.padding.into(),
     };
     // Names that were not found have been told; ranks made from their stand-ins would only add noise.
-    if !problems.found.is_empty() {
+    if !problems.is_empty() {
         return Vec::new();
     }
     arrangement.ranks(groups, components).unwrap_or_else(|error| {
@@ -263,10 +276,10 @@ fn placement(
         .iter()
         .map(|component| component.name.as_str())
         .collect();
-    let before = problems.found.len();
+    let before = problems.len();
     let component = problems.position(&entry.component, &names, || key("component"));
     let mut parts = Vec::new();
-    if problems.found.len() == before {
+    if problems.len() == before {
         let known: Vec<&str> = components[component]
             .parts
             .iter()
@@ -328,163 +341,4 @@ fn head_span(text: &str) -> Option<HeadSpan> {
 /// Positions fit: the lists that they point into are bounded.
 fn short(position: usize) -> u16 {
     u16::try_from(position).unwrap_or(u16::MAX)
-}
-
-/// Problems as they are found, with the lines they are on.
-struct Problems<'a> {
-    text: &'a str,
-    found: Vec<FileProblem>,
-    more: usize,
-}
-
-impl Problems<'_> {
-    fn new(text: &str) -> Problems<'_> {
-        Problems {
-            text,
-            found: Vec::new(),
-            more: 0,
-        }
-    }
-
-    fn line(&self, at: usize) -> usize {
-        let before = self.text.as_bytes().get(..at).unwrap_or_default();
-        before.iter().filter(|byte| **byte == b'\n').count() + 1
-    }
-
-    fn add(&mut self, span: Option<&Range<usize>>, key: &str, message: String) {
-        self.push(Code::FileInvalid, span.map(|span| span.start), key, message);
-    }
-
-    fn add_fault(&mut self, at: Option<usize>, fault: &EnvelopeFault) {
-        self.push(fault.code, at, &fault.field, fault.message.clone());
-    }
-
-    fn push(&mut self, code: Code, at: Option<usize>, key: &str, message: String) {
-        if self.found.len() >= MAX_PROBLEMS {
-            self.more += 1;
-            return;
-        }
-        self.found.push(FileProblem {
-            code,
-            line: at.map(|at| self.line(at)),
-            key: key.to_owned(),
-            message,
-        });
-    }
-
-    /// The position of a name among those there are; 0 where there is none, which is told.
-    fn position(&mut self, name: &Spanned<String>, names: &[&str], key: impl FnOnce() -> String) -> usize {
-        names
-            .iter()
-            .position(|known| known == name.get_ref())
-            .unwrap_or_else(|| {
-                let message = format!(
-                    "{:?} is not there; there are: {}",
-                    name.get_ref(),
-                    names.join(", ")
-                );
-                self.add(Some(&name.span()), &key(), message);
-                0
-            })
-    }
-
-    fn into_error(self) -> FileError {
-        FileError {
-            problems: self.found,
-            more: self.more,
-        }
-    }
-}
-
-/// Where each entry of the file begins.
-struct Spots {
-    groups: Vec<usize>,
-    components: Vec<usize>,
-    arrangement: Option<usize>,
-    ranks: Vec<(usize, Vec<usize>)>,
-}
-
-impl Spots {
-    fn of(document: &Document) -> Spots {
-        Spots {
-            groups: document
-                .page_group
-                .iter()
-                .map(|entry| entry.span().start)
-                .collect(),
-            components: document
-                .component
-                .iter()
-                .map(|entry| entry.span().start)
-                .collect(),
-            arrangement: document.arrangement.as_ref().map(|entry| entry.span().start),
-            ranks: document
-                .rank
-                .iter()
-                .map(|entry| {
-                    let placements = entry.get_ref().placement.iter();
-                    (
-                        entry.span().start,
-                        placements.map(|placement| placement.span().start).collect(),
-                    )
-                })
-                .collect(),
-        }
-    }
-
-    /// Where the entry of a fault's field begins.
-    fn of_fault(&self, envelope: &Envelope, field: &str) -> Option<usize> {
-        let mut path = field.split('.');
-        match path.next()? {
-            "page_group" => {
-                let rest = field.strip_prefix("page_group.")?;
-                let names = envelope.page_groups.iter().map(|group| group.name.as_str());
-                self.groups.get(named(names, rest)?).copied()
-            }
-            "component" => {
-                let rest = field.strip_prefix("component.")?;
-                let names = envelope
-                    .components
-                    .iter()
-                    .map(|component| component.name.as_str());
-                self.components.get(named(names, rest)?).copied()
-            }
-            "rank" => {
-                let Some((start, placements)) = path
-                    .next()
-                    .and_then(|at| self.ranks.get(at.parse::<usize>().ok()?))
-                else {
-                    return self.arrangement;
-                };
-                let placement = match path.next() {
-                    Some("placement") => path
-                        .next()
-                        .and_then(|at| placements.get(at.parse::<usize>().ok()?)),
-                    _ => None,
-                };
-                Some(*placement.unwrap_or(start))
-            }
-            _ => None,
-        }
-    }
-}
-
-/// The last entry whose name, or position, `rest` begins with: names may hold dots, and of two entries of one name
-/// the second is at fault.
-fn named<'a>(names: impl Iterator<Item = &'a str>, rest: &str) -> Option<usize> {
-    let begins = |label: &str| {
-        rest.strip_prefix(label)
-            .is_some_and(|tail| tail.is_empty() || tail.starts_with('.'))
-    };
-    let mut found = None;
-    let mut longest = 0;
-    for (at, name) in names.enumerate() {
-        if begins(name) && name.len() >= longest {
-            longest = name.len();
-            found = Some(at);
-        } else if found.is_none() && begins(&at.to_string()) {
-            found = Some(at);
-        }
-    }
-    found
 }

@@ -34,6 +34,20 @@ pub enum Allocation {
     PageMajor,
 }
 
+impl Allocation {
+    /// Its name in an envelope file.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Allocation::LayerPart => "layer_part",
+            Allocation::Layer => "layer",
+            Allocation::LayerPages => "layer_pages",
+            Allocation::PackedRows => "packed_rows",
+            Allocation::OneRegion => "one_region",
+            Allocation::PageMajor => "page_major",
+        }
+    }
+}
+
 /// Bytes left free.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Padding {

@@ -11,9 +11,9 @@ use crate::limits::{
 
 pub(super) fn check(envelope: &Envelope, faults: &mut Faults) {
     identity(&envelope.identity, faults);
-    let mut sound = count(faults, "page_groups", envelope.page_groups.len(), MAX_PAGE_GROUPS);
-    sound &= count(faults, "components", envelope.components.len(), MAX_COMPONENTS);
-    sound &= count(faults, "ranks", envelope.ranks.len(), MAX_RANKS);
+    let mut sound = count(faults, "page_group", envelope.page_groups.len(), MAX_PAGE_GROUPS);
+    sound &= count(faults, "component", envelope.components.len(), MAX_COMPONENTS);
+    sound &= count(faults, "rank", envelope.ranks.len(), MAX_RANKS);
     if !sound {
         return;
     }
@@ -313,7 +313,12 @@ fn kind_and_unit(component: &Component, faults: &mut Faults, field: impl Fn(&str
     if component.unit == Unit::Slot && component.dcp.size != 1 {
         faults.invalid(
             || field("dcp.size"),
-            || "must be 1: slots hold no tokens to split".to_owned(),
+            || {
+                format!(
+                    "is {}; slots hold no tokens to split, so it must be 1",
+                    component.dcp.size
+                )
+            },
         );
     }
     match (component.kind, component.window) {
@@ -339,7 +344,12 @@ fn kind_and_unit(component: &Component, faults: &mut Faults, field: impl Fn(&str
         if component.unit != Unit::Page {
             faults.invalid(
                 || field("opaque"),
-                || "needs unit page: opaque pages move whole".to_owned(),
+                || {
+                    format!(
+                        "is {tag:?}, but the unit is {}; opaque pages move whole, so the unit must be page",
+                        component.unit
+                    )
+                },
             );
         }
     }

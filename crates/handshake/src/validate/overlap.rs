@@ -5,8 +5,12 @@
 //! ranges meet are cut into cells of the largest stride among them: when each lattice, without that
 //! axis, fits into one cell, rows of different cells cannot meet, and what is left is the same question
 //! inside one cell. Interleaving (K and V, or layers, inside a page) is proven this way at any depth,
-//! in time that grows with the number of lattices, never with the number of rows. An arrangement that
-//! is disjoint but not nested in cells is refused: nobody allocates like that.
+//! in time that does not depend on the number of rows. An arrangement that is disjoint but not nested in
+//! cells is refused: nobody allocates like that.
+//!
+//! A cell's question takes an axis only off those lattices that have the cell's stride. Where many lattices
+//! lie over each other with a different stride each, every lattice would be looked at once for each of
+//! them; envelopes come from outside, so the looks are counted, and past [`most_looks`] nothing is proven.
 
 /// One axis of a lattice, with more than one element.
 #[derive(Clone, Copy, Debug)]
@@ -85,12 +89,30 @@ impl Lattice {
     }
 }
 
+/// How often the lattices of a region, together, are looked at before the proof is given up. Lattices that
+/// share their strides are looked at five times each; few lattices may have as many strides as they like.
+fn most_looks(lattices: usize) -> usize {
+    lattices.saturating_mul(8).saturating_add(1000)
+}
+
 /// Every conflict among the lattices of one region, at most one for each group of lattices that meet.
 pub(super) fn conflicts(lattices: Vec<Lattice>) -> Vec<Conflict> {
     let mut found = Vec::new();
+    let mut looks = most_looks(lattices.len());
     let mut open = vec![lattices];
-    // Each round takes one axis off every lattice of a cell, so a lattice is seen five times at most.
     while let Some(mut lattices) = open.pop() {
+        if let [first, second, ..] = lattices.as_slice() {
+            match looks.checked_sub(lattices.len()) {
+                Some(left) => looks = left,
+                None => {
+                    found.push(Conflict::Between {
+                        placement: first.placement,
+                        other: second.placement,
+                    });
+                    return found;
+                }
+            }
+        }
         lattices.sort_by_key(|lattice| (lattice.start, lattice.placement));
         let mut cluster: Vec<Lattice> = Vec::new();
         let mut reach = 0;

@@ -53,6 +53,8 @@ pub(super) fn check(envelope: &Envelope, faults: &mut Faults) {
 fn rank_placements(envelope: &Envelope, at: usize, rank: &Rank, faults: &mut Faults) {
     let before = faults.total();
     let mut regions = HashSet::new();
+    // The first component whose split has no such DCP rank.
+    let mut outside: Option<&Component> = None;
     for (index, placement) in rank.placements.iter().enumerate() {
         regions.insert(placement.region);
         let field = |key: &str| format!("rank.{at}.placement.{index}.{key}");
@@ -70,20 +72,23 @@ fn rank_placements(envelope: &Envelope, at: usize, rank: &Rank, faults: &mut Fau
             continue;
         };
         if component.dcp.size > 1 && rank.dcp_rank >= component.dcp.size {
-            faults.invalid(
-                || format!("rank.{at}.dcp_rank"),
-                || {
-                    let size = component.dcp.size;
-                    format!(
-                        "is {}; {:?} is split over {size} ranks, 0 to {}",
-                        rank.dcp_rank,
-                        component.name,
-                        size - 1
-                    )
-                },
-            );
+            outside.get_or_insert(component);
         }
         references(component, placement, faults, field);
+    }
+    if let Some(component) = outside {
+        let size = component.dcp.size;
+        faults.invalid(
+            || format!("rank.{at}.dcp_rank"),
+            || {
+                format!(
+                    "is {}; {:?} is split over {size} ranks, 0 to {}",
+                    rank.dcp_rank,
+                    component.name,
+                    size - 1
+                )
+            },
+        );
     }
     if regions.len() > MAX_REGIONS {
         faults.invalid(
@@ -101,7 +106,13 @@ fn rank_placements(envelope: &Envelope, at: usize, rank: &Rank, faults: &mut Fau
             Some(found) => by_region.entry(placement.region).or_default().extend(found),
             None => faults.invalid(
                 || format!("rank.{at}.placement.{index}"),
-                || "its last row ends beyond 2^63 bytes".to_owned(),
+                || {
+                    let (offset, page) = (placement.offset, placement.strides.page);
+                    format!(
+                        "its last row ends beyond {MAX_REGION_BYTES} bytes, with offset {offset} and a page stride of \
+                         {page}; lower the offset, the strides or pool_pages"
+                    )
+                },
             ),
         }
     }
@@ -120,7 +131,10 @@ fn references(
 ) {
     let mut seen = HashSet::new();
     if placement.layers.is_empty() {
-        faults.invalid(|| field("layers"), || "is empty".to_owned());
+        faults.invalid(
+            || field("layers"),
+            || "is empty; list the layers that it holds".to_owned(),
+        );
     }
     for layer in &placement.layers {
         if component.layers.binary_search(layer).is_err() {
@@ -145,10 +159,16 @@ fn references(
     }
     let heads = placement.heads;
     if heads.count == 0 {
-        faults.invalid(|| field("heads"), || "is empty".to_owned());
+        faults.invalid(
+            || field("heads"),
+            || "counts 0 heads; leave the placement out".to_owned(),
+        );
     }
     if placement.parts.is_empty() {
-        faults.invalid(|| field("parts"), || "is empty".to_owned());
+        faults.invalid(
+            || field("parts"),
+            || "is empty; list the parts that it holds".to_owned(),
+        );
     }
     let mut seen = HashSet::new();
     for part in &placement.parts {
@@ -290,7 +310,11 @@ fn report(rank: usize, region: u16, conflict: Conflict, faults: &mut Faults) {
         Conflict::Between { placement, other } if placement == other => faults.add(
             Code::PlacementOverlap,
             || format!("rank.{rank}.placement.{placement}"),
-            || format!("its parts lie over each other in region {region}"),
+            || {
+                format!(
+                    "its parts lie over each other in region {region}, or cannot be shown to lie beside each other"
+                )
+            },
         ),
         Conflict::Between { placement, other } => faults.add(
             Code::PlacementOverlap,
