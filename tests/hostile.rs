@@ -10,11 +10,12 @@ use std::time::Duration;
 
 use kvferry_client::SealedMemory;
 use kvferry_control::{Call, Fetch, Memory, Publish, Request, Response};
-use kvferry_handshake::{Code, Envelope, Launch, ModelShape, PageLists, Ready, Role, Versions};
+use kvferry_handshake::{Code, PageLists, Ready, Role, Versions};
+use kvferry_tests::bystanders::Bystanders;
 use kvferry_tests::engine::{Carry, Engine, named, tokens};
-use kvferry_tests::geometry::{launch, llama_8b};
+use kvferry_tests::geometry::{launch, llama_8b, small};
 use kvferry_tests::memory::Kind;
-use kvferry_tests::node::{Cluster, Footprint, Node, Options, free_port};
+use kvferry_tests::node::{Cluster, Options, free_port};
 use kvferry_tests::pattern::Stamp;
 use kvferry_tests::proxy::{Proxy, mutate};
 use kvferry_tests::raw::{RawEngine, call, framed, hello, raise_fd_limit, throw_at};
@@ -22,73 +23,12 @@ use kvferry_tests::wait::{PATIENCE, by_width, seed, within};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
-/// Two nodes with engines on them, which go on whatever happens.
-struct Bystanders {
-    nodes: Vec<Node>,
-    before: Vec<Footprint>,
-    prefill: Engine,
-    far: Engine,
-    near: Engine,
-    turn: u32,
-}
-
-impl Bystanders {
-    async fn new(nodes: Vec<Node>) -> Bystanders {
-        let envelope = launch(1, 16).envelope(&llama_8b()).unwrap();
-        let attach = |name: &str, role, node| Engine::attach(named(&envelope, name, role), node, Kind::Memfd);
-        let mut bystanders = Bystanders {
-            prefill: attach("prefill", Role::Prefill, &[&nodes[0]]).await,
-            far: attach("far", Role::Decode, &[&nodes[1]]).await,
-            near: attach("near", Role::Decode, &[&nodes[0]]).await,
-            nodes,
-            before: Vec::new(),
-            turn: 0,
-        };
-        bystanders.carry().await;
-        for node in &bystanders.nodes {
-            bystanders.before.push(node.footprint().await);
-        }
-        bystanders
-    }
-
-    async fn carry(&mut self) {
-        self.turn += 1;
-        for decode in [&self.far, &self.near] {
-            let carry = Carry {
-                transfer: &format!("bystanders {}", self.turn),
-                tokens: 333,
-                held: 0,
-                sparse: false,
-                fetch_first: self.turn.is_multiple_of(2),
-                path: None,
-            };
-            // Each transfer id once at the prefill engine.
-            let carry = Carry {
-                transfer: &format!("{} {}", carry.transfer, decode.name()),
-                ..carry
-            };
-            carry.run(&self.prefill, decode).await;
-        }
-    }
-
-    /// The nodes hold what they held before, and the engines go on.
-    async fn go_on(&mut self) {
-        for (node, before) in self.nodes.iter().zip(&self.before) {
-            node.settles_to(before).await;
-        }
-        self.carry().await;
-        for engine in [&self.prefill, &self.far, &self.near] {
-            engine.check_all("bystanders");
-        }
-    }
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn thousands_of_idle_connections() {
     raise_fd_limit();
     let cluster = Cluster::new();
     let nodes = cluster.start_two(Options::default()).await;
-    let mut bystanders = Bystanders::new(nodes.into()).await;
+    let mut bystanders = Bystanders::on(nodes.into()).await;
     let (mut engines, mut peers) = (Vec::new(), Vec::new());
     for _ in 0..1_000 {
         engines.push(UnixStream::connect(bystanders.nodes[0].socket()).unwrap());
@@ -116,12 +56,12 @@ async fn thousands_of_idle_connections() {
         carry.run(&bystanders.prefill, decode).await;
     }
     drop((far, near, engines, peers));
-    // A late peer is one more link, for a while.
-    for before in &mut bystanders.before {
-        before.counts.retain(|(name, _)| name != "links");
-    }
     drop(late);
-    bystanders.carry().await;
+    // A late peer is one more link, for a while.
+    for (node, before) in bystanders.nodes.iter().zip(&mut bystanders.before) {
+        before.set("links", node.footprint().await.count("links"));
+    }
+    bystanders.go_on().await;
 }
 
 /// Memory that is handed over with any frame but the right one, or in numbers, is closed again.
@@ -129,7 +69,7 @@ async fn thousands_of_idle_connections() {
 async fn fds_where_none_belong() {
     let cluster = Cluster::new();
     let nodes = cluster.start_two(Options::default()).await;
-    let mut bystanders = Bystanders::new(nodes.into()).await;
+    let bystanders = Bystanders::on(nodes.into()).await;
     let socket = bystanders.nodes[0].socket();
     let memory = SealedMemory::create("surplus", 8_192).unwrap();
     let register = |number| {
@@ -177,22 +117,11 @@ async fn fds_where_none_belong() {
     bystanders.go_on().await;
 }
 
-/// One region of two pages.
-fn small() -> Envelope {
-    let launch = Launch {
-        pool_pages: 2,
-        ..launch(1, 16)
-    };
-    launch
-        .envelope(&ModelShape::new("small", 1).kv(0..1, 1, 64))
-        .unwrap()
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_the_protocol_does_not_allow_is_refused_by_name() {
     let cluster = Cluster::new();
     let nodes = cluster.start_two(Options::default()).await;
-    let mut bystanders = Bystanders::new(nodes.into()).await;
+    let bystanders = Bystanders::on(nodes.into()).await;
     let socket = bystanders.nodes[0].socket();
     let versions = |lowest, highest| framed(&Request::Hello(Versions { lowest, highest }));
     let cases = [
@@ -335,7 +264,7 @@ async fn mutated_frames_of_engines() {
         .set("log_level", "\"error\"")
         .set("deadline_ms", 2_000);
     let nodes = cluster.start_two(options).await;
-    let mut bystanders = Bystanders::new(nodes.into()).await;
+    let bystanders = Bystanders::on(nodes.into()).await;
     let socket = bystanders.nodes[0].socket();
     let memory = SealedMemory::create("mutated", 8_192).unwrap();
     let turns = by_width(200, 600, 20_000);
@@ -432,7 +361,7 @@ async fn mutated_frames_of_peers() {
         .filter(|bytes| bytes.len() > 100)
         .collect();
     assert!(!said.is_empty(), "no channel went through the proxy");
-    let mut bystanders = Bystanders::new(vec![target, other]).await;
+    let bystanders = Bystanders::on(vec![target, other]).await;
 
     let turns = by_width(50, 200, 5_000);
     for turn in 0..turns {
@@ -491,9 +420,7 @@ async fn mutated_frames_of_peers() {
     kvferry_tests::wait::until(2 * PATIENCE, "the healed channel carries again", probe).await;
     drop((source, decode));
     bystanders.carry().await;
-    for engine in [&bystanders.prefill, &bystanders.far, &bystanders.near] {
-        engine.check_all("bystanders");
-    }
+    bystanders.check_all("bystanders");
 }
 
 /// Bytes that are no TLS at the peer port, and no lane at the data port.
@@ -503,7 +430,7 @@ async fn noise_on_the_ports() {
     let cluster = Cluster::new();
     let options = Options::default().set("log_level", "\"error\"");
     let nodes = cluster.start_two(options).await;
-    let mut bystanders = Bystanders::new(nodes.into()).await;
+    let bystanders = Bystanders::on(nodes.into()).await;
     for turn in 0..200 {
         let mut noise = vec![0; random.random_range(1..600)];
         random.fill(noise.as_mut_slice());

@@ -43,8 +43,14 @@ impl Carried {
 /// Transfers by id.
 pub(crate) type Ledger = BTreeMap<String, Carried>;
 
-/// Carries all requests of a burst at once.
-pub(crate) fn carry(fleet: &mut Fleet, burst: &Burst, source: &str, label: &str) -> anyhow::Result<Ledger> {
+/// Carries all requests of a burst at once. Every byte has to come by `path`, be verified, and be where it belongs.
+pub(crate) fn carry(
+    fleet: &mut Fleet,
+    burst: &Burst,
+    source: &str,
+    path: &str,
+    label: &str,
+) -> anyhow::Result<Ledger> {
     let requests: Vec<(String, u64)> = (1..)
         .zip(&burst.tokens)
         .map(|(number, tokens)| (format!("{label}-{number}"), *tokens))
@@ -137,16 +143,26 @@ pub(crate) fn carry(fleet: &mut Fleet, burst: &Burst, source: &str, label: &str)
 
     for (id, tokens) in &requests {
         let carried = ledger.entry(id.clone()).or_default();
-        let expected = tokens * BYTES_PER_TOKEN;
-        anyhow::ensure!(
-            carried.wrong == 0 && carried.verified == expected && carried.bytes == expected,
-            "{id}: {} wrong rows; {} bytes moved and {} verified of {expected}",
-            carried.wrong,
-            carried.bytes,
-            carried.verified
-        );
+        check(id, carried, tokens * BYTES_PER_TOKEN, path)?;
     }
     Ok(ledger)
+}
+
+/// What was carried is all of it, right, and came by the path that it should come by.
+fn check(id: &str, carried: &Carried, expected: u64, path: &str) -> anyhow::Result<()> {
+    anyhow::ensure!(
+        carried.wrong == 0 && carried.verified == expected && carried.bytes == expected,
+        "{id}: {} wrong rows; {} bytes moved and {} verified of {expected}",
+        carried.wrong,
+        carried.bytes,
+        carried.verified
+    );
+    anyhow::ensure!(
+        carried.paths == [path],
+        "{id}: the bytes came by {:?}, not by {path}",
+        carried.paths
+    );
+    Ok(())
 }
 
 fn delivered(carried: &mut Carried, event: &Value) {
@@ -192,5 +208,28 @@ mod tests {
         }
         assert_eq!((carried.bytes, carried.moves, carried.delivered_us), (20, 6, 70));
         assert_eq!(carried.paths, ["tcp"]);
+    }
+
+    #[test]
+    fn another_path_another_length_and_a_wrong_row_do_not_pass() {
+        let sound = Carried {
+            bytes: 8,
+            verified: 8,
+            paths: vec!["tcp".to_owned()],
+            ..Carried::default()
+        };
+        assert!(check("r", &sound, 8, "tcp").is_ok());
+        let error = check("r", &sound, 8, "local").unwrap_err().to_string();
+        assert!(error.contains("tcp") && error.contains("not by local"), "{error}");
+        let with = |change: fn(&mut Carried)| {
+            let mut carried = sound.clone();
+            change(&mut carried);
+            check("r", &carried, 8, "tcp").is_err()
+        };
+        assert!(with(|carried| carried.paths.push("local".to_owned())));
+        assert!(with(|carried| carried.paths.clear()));
+        assert!(with(|carried| carried.wrong = 1));
+        assert!(with(|carried| carried.verified = 7));
+        assert!(with(|carried| carried.bytes = 9));
     }
 }

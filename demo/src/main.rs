@@ -96,21 +96,24 @@ fn run(demo: &Demo) -> anyhow::Result<()> {
         node_a.address, node_b.address
     );
     let mut fleet = Fleet::new();
-    let over_tcp = scene.carry(&mut fleet, (&node_a, &prefill), (&node_b, &decode), 1)?;
+    let over_tcp = scene.carry(&mut fleet, (&node_a, &prefill), (&node_b, &decode), "tcp", 1)?;
     scene.end(&mut fleet, &over_tcp)?;
     fleet.finish(Side::Prefill)?;
-    drop(node_b);
 
     println!("2. One node: both engines at {}.", node_a.address);
-    let local = scene.carry(&mut fleet, (&node_a, &prefill), (&node_a, &decode), 2)?;
+    let local = scene.carry(&mut fleet, (&node_a, &prefill), (&node_a, &decode), "local", 2)?;
     scene.end(&mut fleet, &local)?;
 
-    println!("3. A decode engine with page size 1 and fp8_e5m2 asks the same prefill engine:\n");
+    println!(
+        "3. A decode engine with page size 1 and fp8_e5m2 at {} asks the same prefill engine:\n",
+        node_b.address
+    );
     let odd = scene.envelope("llama-odd", "decode", DECODE_TP, 1, "fp8_e5m2", 2048)?;
-    scene.refusal(&node_a, &odd)?;
+    scene.refusal((&node_a, &node_b), &odd)?;
     fleet.collect("refused", 1, |_, _, _| {})?;
     println!("\n  The prefill engine was told the same; both daemons and the prefill engine go on.");
     fleet.finish(Side::Prefill)?;
+    drop((node_a, node_b));
     println!("\nDone. Nothing is left running.");
     Ok(())
 }
@@ -166,6 +169,7 @@ impl Scene<'_> {
         fleet: &mut Fleet,
         (prefill_node, prefill): (&Node, &Path),
         (decode_node, decode): (&Node, &Path),
+        path: &str,
         incarnation: u64,
     ) -> anyhow::Result<Ledger> {
         let engine = |side, node, envelope: &Path, ranks| EngineStart {
@@ -187,7 +191,7 @@ impl Scene<'_> {
             &engine(Side::Decode, decode_node, decode, DECODE_TP),
         )?;
         let source = format!("kvferry://{}/{PREFILL}", prefill_node.address);
-        carry(fleet, self.burst, &source, &format!("req{incarnation}"))
+        carry(fleet, self.burst, &source, path, &format!("req{incarnation}"))
     }
 
     /// Ends the decode engine, whose audit must find nothing wrong, and prints the table.
@@ -203,8 +207,8 @@ impl Scene<'_> {
     }
 
     /// Has the odd engine fetch, and shows what it is told.
-    fn refusal(&self, node: &Node, envelope: &Path) -> anyhow::Result<()> {
-        let source = format!("kvferry://{}/{PREFILL}", node.address);
+    fn refusal(&self, (prefill_node, node): (&Node, &Node), envelope: &Path) -> anyhow::Result<()> {
+        let source = format!("kvferry://{}/{PREFILL}", prefill_node.address);
         // One after the other: the first asks, the second meets a refusal that is remembered.
         for rank in 0..DECODE_TP {
             let mut command = Command::new(&self.programs.kvferry);

@@ -7,7 +7,7 @@ pub(crate) const BYTES_PER_TOKEN: u64 = 32 * 2 * 8 * 128 * 2;
 /// Tokens a page.
 pub(crate) const PAGE_SIZE: u64 = 16;
 
-/// Median, 90th percentile and a short prompt of a public trace of conversations.
+/// A short prompt, the median and the 90th percentile of a public trace of conversations.
 const SHORT: u64 = 964;
 const MEDIAN: u64 = 6_909;
 const LONG: u64 = 27_367;

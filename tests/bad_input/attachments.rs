@@ -2,17 +2,17 @@
 
 use kvferry_client::{ClientError, Event, Notice, SealedMemory};
 use kvferry_handshake::{Code, Role};
-use kvferry_tests::engine::{attach_rank, named};
+use kvferry_tests::engine::{attach_rank, named, refused};
 use kvferry_tests::geometry::{launch, llama_8b};
 use kvferry_tests::node::{Cluster, Options};
 use kvferry_tests::wait::{PATIENCE, within};
 
-use crate::{Bystanders, SMALL, check, refused, small};
+use crate::{SMALL, bystanders, check, small};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn attachments_that_do_not_fit_are_refused_by_name() {
-    let bystanders = Bystanders::new(Options::default()).await;
-    let node = &bystanders.node;
+    let (_cluster, bystanders) = bystanders(Options::default()).await;
+    let node = &bystanders.nodes[0];
     let mut invalid = small();
     invalid.page_groups[0].page_size = 0;
     let mut overlapping = small();
@@ -74,8 +74,8 @@ async fn attachments_that_do_not_fit_are_refused_by_name() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_rank_is_attached_once_and_an_engine_lives_once() {
-    let bystanders = Bystanders::new(Options::default()).await;
-    let node = &bystanders.node;
+    let (_cluster, bystanders) = bystanders(Options::default()).await;
+    let node = &bystanders.nodes[0];
     let envelope = small();
     let rank = attach_rank(&envelope, 0, node, node.address()).await.unwrap();
     let fault = refused(attach_rank(&envelope, 0, node, node.address()).await, "twice");

@@ -2,11 +2,11 @@
 
 use kvferry_client::{Client, PublishRequest};
 use kvferry_handshake::{Code, Ready, Role};
-use kvferry_tests::engine::{attach_rank, named};
+use kvferry_tests::engine::{attach_rank, named, of_tokens, refused};
 use kvferry_tests::node::Options;
 use kvferry_tests::wait::{PATIENCE, within};
 
-use crate::{Bystanders, check, lists, of_tokens, refused, small};
+use crate::{bystanders, check, lists, small};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bounds_are_named_and_a_retry_helps() {
@@ -15,7 +15,7 @@ async fn bounds_are_named_and_a_retry_helps() {
         .set("limits.pages_per_transfer", 64)
         .set("limits.ranks", 3)
         .set("limits.connections", 8);
-    let bystanders = Bystanders::new(options).await;
+    let (_cluster, bystanders) = bystanders(options).await;
     let rank = &bystanders.prefill.ranks[0];
     let publish = |id: &str, pages: &[u32], ready| {
         rank.publish(PublishRequest {
@@ -31,7 +31,12 @@ async fn bounds_are_named_and_a_retry_helps() {
         open.push(publish(&at.to_string(), &[at], of_tokens(5)).await.unwrap());
     }
     let fault = refused(publish("5", &[9], of_tokens(5)).await, "a fifth");
-    check(&fault, Code::OverLimit, &["4", "transfers_per_rank"], "a fifth");
+    check(
+        &fault,
+        Code::OverLimit,
+        &["4", "limits.transfers_per_rank"],
+        "a fifth",
+    );
     assert!(fault.code.can_retry());
     rank.rank.abort(&"2".into()).await.unwrap();
     within(PATIENCE, "the end", open[2].ended()).await.unwrap_err();
@@ -47,27 +52,31 @@ async fn bounds_are_named_and_a_retry_helps() {
     check(&fault, Code::OverLimit, &["page lists", "64"], "65 pages");
 
     // Two ranks are attached; a third is taken, a fourth not.
-    let third = attach_rank(&small(), 0, &bystanders.node, bystanders.node.address())
+    let third = attach_rank(&small(), 0, &bystanders.nodes[0], bystanders.nodes[0].address())
         .await
         .unwrap();
     let other = named(&small(), "other", Role::Both);
     let fault = refused(
-        attach_rank(&other, 0, &bystanders.node, bystanders.node.address()).await,
+        attach_rank(&other, 0, &bystanders.nodes[0], bystanders.nodes[0].address()).await,
         "a fourth rank",
     );
-    check(&fault, Code::OverLimit, &["3", "ranks"], "a fourth rank");
+    check(&fault, Code::OverLimit, &["3", "limits.ranks"], "a fourth rank");
     drop(third);
 
     // Connections that have not attached give way to new ones; attached ones stay.
     let mut idle = Vec::new();
     for _ in 0..20 {
         idle.push(
-            within(PATIENCE, "connecting", Client::connect(bystanders.node.socket()))
-                .await
-                .unwrap(),
+            within(
+                PATIENCE,
+                "connecting",
+                Client::connect(bystanders.nodes[0].socket()),
+            )
+            .await
+            .unwrap(),
         );
     }
-    bystanders.carry("among idle connections").await;
+    bystanders.carry().await;
     drop(idle);
     bystanders.go_on().await;
 }

@@ -4,13 +4,13 @@ use std::os::fd::OwnedFd;
 
 use kvferry_client::{RegionMemory, SealedMemory};
 use kvferry_handshake::{Code, Launch, ModelShape, Role};
-use kvferry_tests::engine::{attach_rank, named};
+use kvferry_tests::engine::{attach_rank, named, refused};
 use kvferry_tests::geometry::launch;
 use kvferry_tests::node::Options;
 use kvferry_tests::wait::{PATIENCE, within};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use crate::{Bystanders, SMALL, check, refused, small};
+use crate::{SMALL, bystanders, check, small};
 
 fn memfd(len: u64, seals: SealFlags) -> OwnedFd {
     let fd = rustix::fs::memfd_create("bad", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
@@ -21,7 +21,7 @@ fn memfd(len: u64, seals: SealFlags) -> OwnedFd {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn memory_that_cannot_be_used_is_refused_by_name() {
-    let bystanders = Bystanders::new(Options::default()).await;
+    let (_cluster, bystanders) = bystanders(Options::default()).await;
     let sealed = SealFlags::SHRINK | SealFlags::GROW;
     let of_memfd = |seals, offset, len| RegionMemory::Memfd {
         fd: memfd(2 * SMALL, seals),
@@ -148,7 +148,7 @@ async fn memory_that_cannot_be_used_is_refused_by_name() {
             &["16", "8192"],
         ),
     ];
-    let rank = attach_rank(&small(), 0, &bystanders.node, bystanders.node.address())
+    let rank = attach_rank(&small(), 0, &bystanders.nodes[0], bystanders.nodes[0].address())
         .await
         .unwrap();
     for (what, region, memory, code, names) in cases {
@@ -175,7 +175,7 @@ async fn memory_that_cannot_be_used_is_refused_by_name() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn regions_that_share_bytes_are_refused() {
-    let bystanders = Bystanders::new(Options::default()).await;
+    let (_cluster, bystanders) = bystanders(Options::default()).await;
     // A region for each layer and part: four of them.
     let model = ModelShape::new("small", 2).kv(0..2, 1, 64);
     let launch = Launch {
@@ -184,7 +184,7 @@ async fn regions_that_share_bytes_are_refused() {
         ..launch(1, 16)
     };
     let envelope = named(&launch.envelope(&model).unwrap(), "small", Role::Both);
-    let rank = attach_rank(&envelope, 0, &bystanders.node, bystanders.node.address())
+    let rank = attach_rank(&envelope, 0, &bystanders.nodes[0], bystanders.nodes[0].address())
         .await
         .unwrap();
     let half = SMALL / 2;

@@ -3,18 +3,18 @@
 use kvferry_client::{ClientError, PublishRequest, SealedMemory};
 use kvferry_control::{Call, Fetch, Publish};
 use kvferry_handshake::{ABSENT, Cached, Code, Kind as Cache, Launch, ModelShape, PageLists, Ready, Role};
-use kvferry_tests::engine::{Carry, Engine, attach_rank, fetch_request, named, tokens};
+use kvferry_tests::engine::{Carry, Engine, attach_rank, fetch_request, named, of_tokens, refused, tokens};
 use kvferry_tests::geometry::{hybrid, launch};
 use kvferry_tests::memory::Kind;
 use kvferry_tests::node::{Cluster, Options};
 use kvferry_tests::pattern::Stamp;
 use kvferry_tests::wait::{PATIENCE, within};
 
-use crate::{Bystanders, SMALL, check, lists, of_tokens, refused, small};
+use crate::{SMALL, bystanders, check, lists, small};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn publishes_that_do_not_fit_are_refused_by_name() {
-    let bystanders = Bystanders::new(Options::default()).await;
+    let (_cluster, bystanders) = bystanders(Options::default()).await;
     let rank = &bystanders.prefill.ranks[0];
     let pool = bystanders.prefill.envelope.page_groups[0].pool_pages;
     let front = |tokens, front_tokens| Ready {
@@ -176,14 +176,14 @@ async fn publishes_that_do_not_fit_are_refused_by_name() {
     check(&fault, Code::TransferExists, &["a"], "an id used before");
     let fault = refused(rank.rank.abort(&"a".into()).await, "aborted twice");
     check(&fault, Code::TransferUnknown, &["a"], "aborted twice");
-    bystanders.carry("after").await;
+    bystanders.carry().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn fetches_that_do_not_fit_are_refused_by_name() {
-    let bystanders = Bystanders::new(Options::default()).await;
-    let rank = &bystanders.decode.ranks[0];
-    let pool = bystanders.decode.envelope.page_groups[0].pool_pages;
+    let (_cluster, bystanders) = bystanders(Options::default()).await;
+    let rank = &bystanders.near.ranks[0];
+    let pool = bystanders.near.envelope.page_groups[0].pool_pages;
     let source = bystanders.prefill.address();
     let of_pool = pool.to_string();
     for (what, pages, from, to, least, code, names) in [
@@ -266,7 +266,7 @@ async fn fetches_that_do_not_fit_are_refused_by_name() {
     // A second fetch by the same rank, under way and after its end.
     let stamp = Stamp::of("f");
     let fetched = bystanders
-        .decode
+        .near
         .fetch(&source, &stamp, tokens(0, 20), 20, false)
         .await;
     let second = || rank.fetch(fetch_request(&source, &stamp, &lists(&[0, 1]), tokens(0, 20), 20));
@@ -279,7 +279,7 @@ async fn fetches_that_do_not_fit_are_refused_by_name() {
     let published = bystanders.prefill.publish(&stamp, 20, false).await;
     let ends = fetched.ended(PATIENCE).await;
     assert!(ends[0].is_ok(), "{ends:?}");
-    bystanders.decode.settle_fetch(&fetched, &ends, "the first");
+    bystanders.near.settle_fetch(&fetched, &ends, "the first");
     check(
         &refused(second().await, "delivered"),
         Code::TransferExists,
@@ -371,8 +371,8 @@ async fn opaque_pages_are_fetched_from_a_boundary() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn references_to_earlier_registrations_are_refused() {
-    let bystanders = Bystanders::new(Options::default()).await;
-    let rank = attach_rank(&small(), 0, &bystanders.node, bystanders.node.address())
+    let (_cluster, bystanders) = bystanders(Options::default()).await;
+    let rank = attach_rank(&small(), 0, &bystanders.nodes[0], bystanders.nodes[0].address())
         .await
         .unwrap();
     let memory = SealedMemory::create("small", SMALL).unwrap();

@@ -161,12 +161,7 @@ async fn a_storm() {
 
     // Engines are all gone; what links they had is remembered for a while.
     for (node, fresh) in nodes.nodes.iter().zip(&mut fresh) {
-        let links = node.footprint().await.count("links");
-        fresh
-            .counts
-            .iter_mut()
-            .filter(|(name, _)| name == "links")
-            .for_each(|(_, count)| *count = links);
+        fresh.set("links", node.footprint().await.count("links"));
         node.settles_to(fresh).await;
     }
     calm(&nodes.nodes).await;

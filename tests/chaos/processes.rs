@@ -40,15 +40,27 @@ impl Pair {
         }
     }
 
-    /// Starts both, lets them carry prompts, kills one of them in the midst; again and again until then.
+    /// Starts both, lets them carry prompts, kills one of them in the midst; again and again until then. After it, when
+    /// nobody harms anything any more, until something was delivered.
     pub(crate) async fn run(self, seed: u64, end: Instant) -> Tally {
         let mut random = StdRng::seed_from_u64(seed);
         let mut tally = Tally::default();
         let mut life = 0;
+        let delivered = |tally: &Tally| tally.ends.contains_key("fetch: delivered") && tally.bytes > 0;
         while Instant::now() < end {
             self.life(life, &mut random, end, &mut tally).await;
             life += 1;
         }
+        let late = Instant::now() + LONGEST;
+        while !delivered(&tally) && Instant::now() < late {
+            self.life(life, &mut random, late, &mut tally).await;
+            life += 1;
+        }
+        assert!(
+            delivered(&tally),
+            "processes {} delivered nothing that was verified in {life} lives: {tally:#?}",
+            self.number
+        );
         tally
     }
 
@@ -82,16 +94,40 @@ impl Pair {
         for engine in &mut engines {
             engine.no_more_orders();
         }
-        for engine in &mut engines {
+        for (at, engine) in engines.iter_mut().enumerate() {
             let end = Instant::now() + LONGEST;
             while engine.process().is_running() {
                 let told = engine.told();
                 assert!(Instant::now() < end, "an engine does not end; it told {told:?}");
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
-            check(&engine.told(), tally);
+            let code = engine.process().exit_status().and_then(|status| status.code());
+            let told = engine.all_told();
+            check(&told, tally);
+            if at != killed {
+                ended_by_itself(&told, code);
+            }
         }
     }
+}
+
+/// An engine that nobody killed comes to its end: it compares its whole pool, and says how it went. Only one that never
+/// got hold of a daemon has nothing to compare.
+fn ended_by_itself(told: &[Value], code: Option<i32>) {
+    let tells = |kind: &str| told.iter().any(|event| event["event"] == kind);
+    let codes: &[i32] = if tells("registered") {
+        assert!(
+            tells("audited"),
+            "an engine ended with {code:?} unaudited: {told:?}"
+        );
+        &[0, 1, 3]
+    } else {
+        &[1, 3]
+    };
+    assert!(
+        code.is_some_and(|code| codes.contains(&code)),
+        "an engine ended with {code:?}: {told:?}"
+    );
 }
 
 /// Whatever else happened: what was verified was right.

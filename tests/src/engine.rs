@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use kvferry_client::{
-    Client, ClientError, Delivered, Failed, FetchRequest, Fetching, Notice, Path, Publication,
+    Client, ClientError, Delivered, Failed, Fault, FetchRequest, Fetching, Notice, Path, Publication,
     PublishRequest, Rank, TransferId,
 };
 use kvferry_handshake::{Envelope, PageLists, Ready, Role, TokenRange};
@@ -312,6 +312,27 @@ pub fn fetch_request(
         pages: lists.clone(),
         tokens,
         least,
+    }
+}
+
+/// The first tokens are ready on every layer, and more will come.
+pub fn of_tokens(tokens: u64) -> Ready {
+    Ready {
+        tokens,
+        front_tokens: tokens,
+        ..Ready::default()
+    }
+}
+
+/// Why a call was refused.
+///
+/// # Panics
+///
+/// When it was not.
+pub fn refused<T: std::fmt::Debug>(answer: Result<T, ClientError>, what: &str) -> Fault {
+    match answer {
+        Err(ClientError::Refused(fault)) => fault,
+        other => panic!("{what}: not refused: {other:?}"),
     }
 }
 

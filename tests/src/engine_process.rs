@@ -4,6 +4,7 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::process::ChildStdin;
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kvferry_handshake::Envelope;
@@ -20,6 +21,7 @@ pub struct EngineProcess {
     process: Process,
     orders: Option<ChildStdin>,
     told: Arc<Mutex<Vec<Value>>>,
+    reader: Option<JoinHandle<()>>,
 }
 
 impl EngineProcess {
@@ -45,7 +47,7 @@ impl EngineProcess {
         let told = Arc::new(Mutex::new(Vec::new()));
         let sink = Arc::clone(&told);
         // Ends with the process.
-        std::thread::spawn(move || {
+        let reader = std::thread::spawn(move || {
             for line in BufReader::new(output).lines() {
                 let Ok(line) = line else { return };
                 // A process that is killed may have written half a line.
@@ -58,6 +60,7 @@ impl EngineProcess {
             process,
             orders,
             told,
+            reader: Some(reader),
         }
     }
 
@@ -77,6 +80,14 @@ impl EngineProcess {
     /// Everything that it told so far.
     pub fn told(&self) -> Vec<Value> {
         self.told.lock().unwrap().clone()
+    }
+
+    /// Everything that it ever told: waits until it has closed its output, which it has when it ended.
+    pub fn all_told(&mut self) -> Vec<Value> {
+        if let Some(reader) = self.reader.take() {
+            reader.join().unwrap();
+        }
+        self.told()
     }
 
     /// Waits until it told something that `is` knows.

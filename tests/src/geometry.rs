@@ -348,3 +348,14 @@ pub fn hybrid() -> ModelShape {
             Element::Fp32,
         )
 }
+
+/// One region of exactly two pages of memory, 8 KiB.
+pub fn small() -> Envelope {
+    let launch = Launch {
+        pool_pages: 2,
+        ..launch(1, 16)
+    };
+    launch
+        .envelope(&ModelShape::new("small", 1).kv(0..1, 1, 64))
+        .unwrap()
+}

@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used)] // a panic here is a failed test
 
+pub mod bystanders;
 pub mod certificates;
 pub mod engine;
 pub mod engine_process;

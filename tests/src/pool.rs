@@ -336,7 +336,7 @@ fn last_token(rows: &RankRows, row: &Row, entry: u64, group: usize) -> u64 {
             let size = u64::from(rows.envelope.page_groups[group].page_size);
             rows.token(
                 &Row {
-                    slot: size - 1,
+                    position: size - 1,
                     ..row.clone()
                 },
                 entry,
@@ -414,8 +414,8 @@ mod tests {
         each_row(&decode.rows, &lists, |group, entry, row, page| {
             if is_wanted(&decode.rows, row, entry, group, range) {
                 let held = prefill.rows.groups[group].iter().find(|held| {
-                    (held.component, held.layer, held.part, held.head, held.slot)
-                        == (row.component, row.layer, row.part, row.head, row.slot)
+                    (held.component, held.layer, held.part, held.head, held.position)
+                        == (row.component, row.layer, row.part, row.head, row.position)
                 });
                 let held = held.unwrap();
                 let mut bytes = vec![0; row.len];

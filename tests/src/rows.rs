@@ -17,7 +17,7 @@ pub struct Row {
     /// Global head.
     pub head: u32,
     /// Position of the token in its page; 0 where a page holds one row.
-    pub slot: u64,
+    pub position: u64,
     /// Region.
     pub region: u16,
     /// Byte offset for page 0.
@@ -62,17 +62,17 @@ impl RankRows {
             for (l, layer) in (0u64..).zip(&placement.layers) {
                 for (p, part) in (0u64..).zip(&placement.parts) {
                     for h in 0..placement.heads.count {
-                        for slot in 0..tokens {
+                        for position in 0..tokens {
                             let strides = placement.strides;
                             groups[group].push(Row {
                                 component: placement.component.into(),
                                 layer: *layer,
                                 part: usize::from(*part),
                                 head: placement.heads.first + h,
-                                slot,
+                                position,
                                 region: placement.region,
                                 page0: placement.offset
-                                    + slot * strides.token
+                                    + position * strides.token
                                     + u64::from(h) * strides.head
                                     + p * strides.part
                                     + l * strides.layer,
@@ -134,7 +134,7 @@ impl RankRows {
     pub fn token(&self, row: &Row, entry: u64) -> u64 {
         let component = self.component(row);
         let group = &self.envelope.page_groups[usize::from(component.page_group)];
-        let local = entry * u64::from(group.page_size) + row.slot;
+        let local = entry * u64::from(group.page_size) + row.position;
         global(component.dcp, self.dcp_rank(component), local)
     }
 }

@@ -122,13 +122,6 @@ fn all_ended(ends: &[End], code: Code, what: &str) {
     }
 }
 
-fn refused<T: std::fmt::Debug>(answer: Result<T, ClientError>, what: &str) -> Fault {
-    match answer {
-        Err(ClientError::Refused(fault)) => fault,
-        other => panic!("{what}: not refused: {other:?}"),
-    }
-}
-
 /// One rank's publish of what is ready, filled just before.
 async fn publish(
     engine: &Engine,
@@ -147,12 +140,4 @@ async fn publish(
         serves: 1,
     };
     engine.ranks[rank].publish(request).await.unwrap()
-}
-
-fn of_tokens(tokens: u64) -> Ready {
-    Ready {
-        tokens,
-        front_tokens: tokens,
-        ..Ready::default()
-    }
 }

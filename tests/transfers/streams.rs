@@ -2,7 +2,7 @@
 
 use kvferry_client::{Progress, PublishRequest};
 use kvferry_handshake::{Code, Envelope, Launch, Ready};
-use kvferry_tests::engine::tokens;
+use kvferry_tests::engine::{of_tokens, refused, tokens};
 use kvferry_tests::geometry::{hybrid, launch};
 use kvferry_tests::memory::Kind;
 use kvferry_tests::node::Options;
@@ -11,7 +11,7 @@ use kvferry_tests::wait::{PATIENCE, by_width, seed, within};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
-use crate::{Setting, all_ended, cause, envelope, long, of_tokens, publish, refused};
+use crate::{Setting, all_ended, cause, envelope, long, publish};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_ready_moves_before_the_rest_is() {

@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use kvferry_client::{PublishRequest, TransferId};
 use kvferry_handshake::{Code, Ready};
-use kvferry_tests::engine::tokens;
+use kvferry_tests::engine::{of_tokens, refused, tokens};
 use kvferry_tests::node::Options;
 use kvferry_tests::pattern::Stamp;
 use kvferry_tests::wait::{PATIENCE, within};
 
-use crate::{A_WHILE, Setting, all_ended, cause, of_tokens, publish, refused};
+use crate::{A_WHILE, Setting, all_ended, cause, publish};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_higher_attempt_takes_the_place_of_a_lower_one() {

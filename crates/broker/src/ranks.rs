@@ -154,7 +154,7 @@ impl Broker {
             let most = self.config.max_ranks;
             return Err(Fault::new(
                 Code::OverLimit,
-                format!("{most} ranks are attached; raise max_ranks if this is normal load"),
+                format!("{most} ranks are attached; raise limits.ranks if this is normal load"),
             ));
         }
         envelope

@@ -135,7 +135,10 @@ impl Broker {
             let most = self.config.max_ranks;
             return Err(Fault::new(
                 Code::OverLimit,
-                format!("{most} ranks at {} have their home here", peer.0),
+                format!(
+                    "{most} ranks at {} have their home here; limits.ranks is {most}",
+                    peer.0
+                ),
             ));
         }
         let fresh = self.number();

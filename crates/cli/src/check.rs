@@ -4,11 +4,12 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use kvferry_handshake::{Envelope, Identity, Policy};
+use kvferry_handshake::{Envelope, Identity, Policy, layout_label};
 use kvferry_plan::judge;
 
 use crate::envelope_file::read_envelope;
 use crate::exit::Exit;
+use crate::text::counted;
 
 /// The two engines of a link, as envelope files.
 #[derive(Args, Debug)]
@@ -102,11 +103,16 @@ fn describe(out: &mut impl Write, side: &str, envelope: &Envelope) -> std::io::R
         .collect();
     writeln!(
         out,
-        "{side:8}{}: {}, {}, {} ranks, pages x tokens {}",
+        "{side:8}{}: {}, {}, {}, pages x tokens {}",
         identity.engine,
         identity.model,
         framework(identity),
-        envelope.ranks.len(),
+        counted(envelope.ranks.len(), "rank"),
         pages.join(" + "),
-    )
+    )?;
+    for (at, component) in (0u16..).zip(&envelope.components) {
+        let (name, element) = (&component.name, component.element);
+        writeln!(out, "{:8}{name}: {element}, {}", "", layout_label(envelope, at))?;
+    }
+    Ok(())
 }

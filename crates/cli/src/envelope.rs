@@ -5,8 +5,9 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use kvferry_handshake::{ConvertOptions, Framework, Role, convert};
+use kvferry_handshake::{ConvertOptions, Framework, MAX_CONFIG, Role, convert};
 
+use crate::bounded::read_text;
 use crate::exit::{Exit, bad_input};
 use crate::text::labelled;
 
@@ -68,7 +69,7 @@ impl EnvelopeOf {
     pub(crate) fn run(&self, out: &mut impl Write) -> anyhow::Result<Exit> {
         let config = self.config.display();
         let text =
-            fs::read_to_string(&self.config).map_err(|error| bad_input(format!("{config}: {error}")))?;
+            read_text(&self.config, MAX_CONFIG).map_err(|error| bad_input(format!("{config}: {error}")))?;
         let options = ConvertOptions {
             engine: self.engine.clone(),
             role: self.role.map(|role| match role {

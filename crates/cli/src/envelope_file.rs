@@ -1,17 +1,16 @@
 //! Reads envelope files.
 
-use std::fs::File;
-use std::io::Read as _;
 use std::path::Path;
 
 use kvferry_handshake::{Envelope, MAX_ENVELOPE_FILE};
 
+use crate::bounded::read_text;
 use crate::exit::bad_input;
 
 /// Reads an envelope file. Every problem is told, with file, line and key.
 pub(crate) fn read_envelope(path: &Path) -> anyhow::Result<Envelope> {
     let name = path.display();
-    let text = read(path).map_err(|error| bad_input(format!("{name}: {error}")))?;
+    let text = read_text(path, MAX_ENVELOPE_FILE).map_err(|error| bad_input(format!("{name}: {error}")))?;
     Envelope::from_toml(&text).map_err(|error| {
         let problems: Vec<String> = error
             .to_string()
@@ -20,19 +19,6 @@ pub(crate) fn read_envelope(path: &Path) -> anyhow::Result<Envelope> {
             .collect();
         bad_input(problems.join("\n"))
     })
-}
-
-fn read(path: &Path) -> std::io::Result<String> {
-    let most = MAX_ENVELOPE_FILE as u64;
-    let mut text = String::new();
-    // Bounded while it is read: the size of a pipe or device cannot be asked for.
-    File::open(path)?.take(most + 1).read_to_string(&mut text)?;
-    if text.len() as u64 > most {
-        return Err(std::io::Error::other(format!(
-            "more than {most} bytes: this is no envelope file"
-        )));
-    }
-    Ok(text)
 }
 
 #[cfg(test)]
@@ -49,7 +35,8 @@ mod tests {
         fs::write(&path, "[engine]\nname = 3\n").unwrap();
         let error = read_envelope(&path).unwrap_err();
         assert_eq!(of_error(&error), Exit::Input);
-        assert!(error.to_string().contains("engine.toml: line"), "{error}");
+        let told = "engine.toml: line 1: file_invalid: engine: ";
+        assert!(error.to_string().contains(told), "{error}");
         let error = read_envelope(&dir.path().join("none.toml")).unwrap_err();
         assert!(error.to_string().contains("none.toml"), "{error}");
     }

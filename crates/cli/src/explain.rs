@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use clap::Args;
-use kvferry_handshake::{Area, Code, Entry, Retry};
+use kvferry_handshake::{Area, Code, Entry, Retry, edits};
 
 use crate::exit::{Exit, bad_input};
 use crate::text::labelled;
@@ -68,26 +68,11 @@ fn area_name(area: Area) -> &'static str {
 
 fn unknown(given: &str, wanted: &str) -> anyhow::Error {
     let mut names: Vec<&str> = Code::ALL.iter().map(|code| code.name()).collect();
-    names.sort_by_key(|name| (!name.contains(wanted), distance(wanted, name)));
+    names.sort_by_key(|name| (!name.contains(wanted), edits(wanted, name)));
     bad_input(format!(
         "no code is named {given:?}; the nearest are {}. `kvferry explain` lists all.",
         names[..3.min(names.len())].join(", ")
     ))
-}
-
-/// Edits between two names (Levenshtein).
-fn distance(a: &str, b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, from) in a.bytes().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, to) in b.bytes().enumerate() {
-            let replaced = diagonal + usize::from(from != to);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }
 
 #[cfg(test)]
@@ -126,12 +111,5 @@ mod tests {
     #[test]
     fn case_and_dashes_are_forgiven() {
         assert!(run(Some("Page-Size")).unwrap().starts_with("page_size"));
-    }
-
-    #[test]
-    fn distance_counts_edits() {
-        assert_eq!(distance("", "abc"), 3);
-        assert_eq!(distance("kitten", "sitting"), 3);
-        assert_eq!(distance("short", "short"), 0);
     }
 }

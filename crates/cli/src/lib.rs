@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+mod bounded;
 pub mod check;
 pub mod engine;
 pub mod envelope;

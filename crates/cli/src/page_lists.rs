@@ -6,15 +6,17 @@
 //! `2:@file.json` are for rank 2 alone.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::path::Path;
 
 use anyhow::Context as _;
 use kvferry_handshake::{ABSENT, Envelope, PageGroup, PageLists};
+use kvferry_plan::MAX_PAGE_ENTRIES;
 
+use crate::bounded::read_text;
 use crate::exit::bad_input;
 
-/// Entries that one list may have: more than any pool holds, and little enough to hold in memory.
-const MAX_ENTRIES: usize = 1 << 26;
+/// Most bytes of a file of lists: a full one, its ids written out.
+const MAX_JSON: usize = 256 << 20;
 
 /// The page lists of one engine's ranks: those for all ranks, and those for one.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -167,8 +169,8 @@ pub(crate) fn parse_entries(text: &str) -> anyhow::Result<Vec<u32>> {
 }
 
 fn parse_entry(entry: &str, pages: &mut Vec<u32>) -> anyhow::Result<()> {
-    let room = MAX_ENTRIES - pages.len();
-    let limit = || format!("a list has more than {MAX_ENTRIES} entries");
+    let room = MAX_PAGE_ENTRIES - pages.len();
+    let limit = || format!("a list has more than {MAX_PAGE_ENTRIES} entries");
     if let Some(absent) = entry.strip_prefix('-') {
         let count = match absent.strip_prefix('*') {
             Some(count) => count.parse().context("no count after -*")?,
@@ -195,29 +197,36 @@ fn page_id(text: &str) -> anyhow::Result<u32> {
     Ok(id)
 }
 
-#[derive(serde::Deserialize)]
-#[serde(untagged)]
-enum JsonLists {
-    Plain(Vec<Option<u32>>),
-    Named(BTreeMap<String, Vec<Option<u32>>>),
-}
+type JsonList = Vec<Option<u32>>;
 
 fn read_json(path: &str, groups: &[PageGroup]) -> anyhow::Result<Groups> {
-    let text = fs::read_to_string(path).context("cannot be read")?;
-    let lists: JsonLists = serde_json::from_str(&text)
-        .context("expected {\"GROUP\": [3, 7, null], ...} or [3, 7, null]; null stands for an absent page")?;
-    let absent = |list: Vec<Option<u32>>| list.into_iter().map(|page| page.unwrap_or(ABSENT)).collect();
-    match lists {
-        JsonLists::Plain(list) => Ok(Groups::from([(only_group(groups)?, absent(list))])),
-        JsonLists::Named(lists) => lists
-            .into_iter()
-            .map(|(name, list)| Ok((group_named(&name, groups)?, absent(list))))
-            .collect(),
+    let text = read_text(Path::new(path), MAX_JSON).context("cannot be read")?;
+    let expected = "expected {\"GROUP\": [3, 7, null], ...} or [3, 7, null]; null stands for an absent page";
+    let list = |at: usize, list: JsonList| {
+        anyhow::ensure!(
+            list.len() <= MAX_PAGE_ENTRIES,
+            "page group {}: {} entries; a list has {MAX_PAGE_ENTRIES} at most",
+            groups[at].name,
+            list.len()
+        );
+        let pages = list.into_iter().map(|page| page.unwrap_or(ABSENT)).collect();
+        Ok((at, pages))
+    };
+    if text.trim_start().starts_with('[') {
+        let plain: JsonList = serde_json::from_str(&text).context(expected)?;
+        return Ok(Groups::from([list(only_group(groups)?, plain)?]));
     }
+    let lists: BTreeMap<String, JsonList> = serde_json::from_str(&text).context(expected)?;
+    lists
+        .into_iter()
+        .map(|(name, named)| list(group_named(&name, groups)?, named))
+        .collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn groups(names: &[&str]) -> Vec<PageGroup> {
@@ -304,5 +313,8 @@ mod tests {
         assert!(read(r#"{"kv": [-1]}"#, &["kv"]).is_err());
         assert!(read(r#"{"kv": [1], "x": []}"#, &["kv"]).is_err());
         assert!(read_json("/nonexistent/pages.json", &groups(&["kv"])).is_err());
+        let long = format!("[{}0]", "0,".repeat(MAX_PAGE_ENTRIES));
+        let error = read(&long, &["kv"]).unwrap_err().to_string();
+        assert!(error.contains("16777217 entries"), "{error}");
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Args;
 use kvferry_client::{Client, Status};
+use kvferry_handshake::spans;
 
 use crate::exit::Exit;
 use crate::text::{bytes, table};
@@ -78,7 +79,7 @@ fn write_status(out: &mut impl Write, status: &Status) -> std::io::Result<()> {
         vec![
             engine.engine.clone(),
             engine.model.clone(),
-            format!("{} of {}", spans(&engine.ranks), engine.of),
+            format!("{} of {}", named(&engine.ranks), engine.of),
             bytes(engine.registered_bytes),
             engine.publishes.to_string(),
             engine.fetches.to_string(),
@@ -144,23 +145,11 @@ fn duration(seconds: u64) -> String {
     }
 }
 
-/// `0-3, 5`.
-fn spans(ranks: &[u32]) -> String {
-    let mut spans: Vec<(u32, u32)> = Vec::new();
-    for rank in ranks {
-        match spans.last_mut() {
-            Some((_, last)) if last.checked_add(1) == Some(*rank) => *last = *rank,
-            _ => spans.push((*rank, *rank)),
-        }
-    }
-    let name = |(first, last): &(u32, u32)| match first == last {
-        true => first.to_string(),
-        false => format!("{first}-{last}"),
-    };
-    if spans.is_empty() {
-        "none".to_owned()
-    } else {
-        spans.iter().map(name).collect::<Vec<_>>().join(", ")
+/// `0-3,5`.
+fn named(ranks: &[u32]) -> String {
+    match ranks {
+        [] => "none".to_owned(),
+        ranks => spans(ranks),
     }
 }
 
@@ -172,8 +161,8 @@ mod tests {
 
     #[test]
     fn ranks_as_spans() {
-        assert_eq!(spans(&[0, 1, 2, 5, 7, 8]), "0-2, 5, 7-8");
-        assert_eq!(spans(&[]), "none");
+        assert_eq!(named(&[0, 1, 2, 5, 7, 8]), "0-2,5,7-8");
+        assert_eq!(named(&[]), "none");
     }
 
     #[test]

@@ -2,6 +2,8 @@
 
 use std::io::{self, Write};
 
+use kvferry_handshake::wrap;
+
 const LABEL: usize = 9;
 const WIDTH: usize = 100;
 
@@ -14,23 +16,6 @@ pub(crate) fn labelled(out: &mut impl Write, label: &str, text: &str) -> io::Res
         head = " ".repeat(indent);
     }
     Ok(())
-}
-
-/// Lines of at most `width` characters where words allow it; at least one line.
-fn wrap(text: &str, width: usize) -> Vec<String> {
-    let mut lines = vec![String::new()];
-    for word in text.split_whitespace() {
-        let line = lines.last_mut().expect("starts with one line");
-        if line.is_empty() {
-            line.push_str(word);
-        } else if line.chars().count() + 1 + word.chars().count() <= width {
-            line.push(' ');
-            line.push_str(word);
-        } else {
-            lines.push(word.to_owned());
-        }
-    }
-    lines
 }
 
 /// `1 page`, `2 pages`.

@@ -15,6 +15,7 @@ mod file;
 mod launch;
 mod layout;
 pub mod limits;
+mod nearest;
 mod render;
 mod shape;
 mod spans;
@@ -25,7 +26,7 @@ mod wire;
 
 pub use catalogue::{Area, Code, Entry, Retry};
 pub use compare::compare;
-pub use convert::{ConvertError, ConvertOptions, Converted, Framework, Note, convert};
+pub use convert::{ConvertError, ConvertOptions, Converted, Framework, MAX_CONFIG, Note, convert};
 pub use element::{Element, UnknownElement};
 pub use envelope::{
     Component, Dcp, Envelope, HeadSpan, Identity, Kind, PageGroup, Part, Placement, Rank, Role, Scales,
@@ -35,8 +36,10 @@ pub use errors_page::errors_page;
 pub use file::{FileError, FileProblem, MAX_ENVELOPE_FILE};
 pub use launch::{Allocation, Arrangement, Launch, LaunchError, Order, Padding, Stages};
 pub use layout::layout_label;
-pub use render::Numbered;
+pub use nearest::edits;
+pub use render::{Numbered, wrap};
 pub use shape::{Cached, ModelShape};
+pub use spans::spans;
 pub use transfer::{ABSENT, PageLists, Ready, TokenRange};
 pub use validate::{EnvelopeFault, InvalidEnvelope};
 pub use verdict::{Mismatch, Outcome, Policy, Verdict};

@@ -74,21 +74,28 @@ fn blocks(f: &mut fmt::Formatter<'_>, mismatches: &[Mismatch]) -> fmt::Result {
 
 /// Writes a value, its further lines below its first.
 fn wrapped(f: &mut fmt::Formatter<'_>, value: &str) -> fmt::Result {
-    let mut column = INDENT;
-    for (at, word) in value.split_whitespace().enumerate() {
-        let columns = word.chars().count();
-        if at == 0 {
-            write!(f, "{word}")?;
-        } else if column + 1 + columns > WIDTH {
-            write!(f, "\n{:INDENT$}{word}", "")?;
-            column = INDENT;
-        } else {
-            write!(f, " {word}")?;
-            column += 1;
-        }
-        column += columns;
+    for (at, line) in wrap(value, WIDTH - INDENT).iter().enumerate() {
+        let indent = if at == 0 { 0 } else { INDENT };
+        writeln!(f, "{:indent$}{line}", "")?;
     }
-    writeln!(f)
+    Ok(())
+}
+
+/// Lines of at most `width` characters where words allow it; at least one line.
+pub fn wrap(text: &str, width: usize) -> Vec<String> {
+    let mut lines = Vec::new();
+    let mut line = String::new();
+    for word in text.split_whitespace() {
+        if !line.is_empty() && line.chars().count() + 1 + word.chars().count() > width {
+            lines.push(std::mem::take(&mut line));
+        }
+        if !line.is_empty() {
+            line.push(' ');
+        }
+        line.push_str(word);
+    }
+    lines.push(line);
+    lines
 }
 
 #[cfg(test)]

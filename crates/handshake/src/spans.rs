@@ -1,7 +1,7 @@
 //! Lists of numbers written as spans: `0-31,40`.
 
 /// Writes numbers, in their order, with runs of consecutive ones as `first-last`.
-pub(crate) fn spans(numbers: &[u32]) -> String {
+pub fn spans(numbers: &[u32]) -> String {
     let runs = numbers.chunk_by(|a, b| a.checked_add(1) == Some(*b));
     let runs: Vec<String> = runs
         .map(|run| match run {

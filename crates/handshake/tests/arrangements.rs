@@ -332,7 +332,13 @@ fn random_launch() -> impl Strategy<Value = (Launch, ModelShape)> {
     let dcp = prop_oneof![4 => Just(1u32), 4 => Just(2), 1 => 1u32..5];
     let shape = (1u32..9, heads, 1u32..20, 1u32..20, 0u32..3);
     let sizes = (tp, 1u32..4, 1u32..3, dcp, 1u32..40, 1u32..50);
-    let placed = (0usize..6, any::<bool>(), prop::bool::weighted(0.2), padding.clone(), padding);
+    let placed = (
+        0usize..6,
+        any::<bool>(),
+        prop::bool::weighted(0.2),
+        padding.clone(),
+        padding,
+    );
     (shape, sizes, placed).prop_map(
         |(
             (layers, heads, k, v, drafts),

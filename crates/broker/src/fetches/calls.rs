@@ -108,7 +108,7 @@ impl Broker {
         if open >= most {
             return Err(Fault::new(
                 Code::OverLimit,
-                format!("this rank has {open} open transfers; max_transfers_per_rank is {most}"),
+                format!("this rank has {open} open transfers; limits.transfers_per_rank is {most}"),
             ));
         }
         Ok(())

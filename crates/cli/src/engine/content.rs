@@ -68,7 +68,7 @@ impl Content {
         let token = first_token(rows, component, row, entry);
         if self.extent.holds(rows, component, row.layer, token, entry) {
             let (name, part) = rows.names(row);
-            Expected::Pattern(self.filling.block(name, row.layer, part).row(token, row.head))
+            Expected::Pattern(self.filling.of_part(name, row.layer, part).row(token, row.head))
         } else {
             Expected::Poison(poison_seed(self.nonce, row.region, row.offset))
         }
@@ -81,7 +81,7 @@ fn first_token(rows: &RankRows, component: &Component, row: &Row, entry: u32) ->
     match component.unit {
         Unit::Slot => entry,
         Unit::Token | Unit::Page => {
-            let local = entry * page_size(rows, component) + u64::from(row.slot);
+            let local = entry * page_size(rows, component) + u64::from(row.position);
             component.dcp.global(dcp_rank(rows, component), local)
         }
     }

@@ -38,7 +38,7 @@ use crate::status::Socket;
 
 /// Attaches one rank of a small engine: fills and publishes pages, or fetches and verifies them.
 ///
-/// Each byte of a page is a function of transfer, attempt, generation, component, layer, part, token and head, so that
+/// Each byte of a page is a function of transfer, attempt, filling, component, layer, part, token and head, so that
 /// two engines of different geometry agree on it. Pages are poisoned before they are fetched into; after it, every byte
 /// asked for is verified, and every other byte of the pool must be untouched.
 ///
@@ -100,7 +100,8 @@ struct PublishArgs {
     /// Attempt
     #[arg(long, default_value_t = 0, value_name = "N")]
     attempt: u32,
-    /// How often pages were filled for it; publish and fetch must say the same
+    /// Number of the filling, where pages are filled anew within an attempt (not a region's generation); publish and
+    /// fetch must say the same
     #[arg(long, default_value_t = 0, value_name = "N")]
     generation: u64,
     /// The prompt's length
@@ -137,7 +138,8 @@ struct FetchArgs {
     /// Attempt
     #[arg(long, default_value_t = 0, value_name = "N")]
     attempt: u32,
-    /// How often pages were filled for it; publish and fetch must say the same
+    /// Number of the filling, where pages are filled anew within an attempt (not a region's generation); publish and
+    /// fetch must say the same
     #[arg(long, default_value_t = 0, value_name = "N")]
     generation: u64,
     /// Tokens wanted: those below FROM are held already
@@ -154,7 +156,7 @@ struct FetchArgs {
 impl Engine {
     pub(crate) fn run(&self) -> anyhow::Result<Exit> {
         let envelope = self.envelope()?;
-        // Two workers: the client's connection goes on while this thread fills and verifies.
+        // One worker beside this thread: the client's connection goes on while this one fills and verifies.
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()

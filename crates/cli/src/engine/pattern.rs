@@ -9,23 +9,24 @@
 pub struct Filling(u64);
 
 impl Filling {
-    /// The filling of one attempt of a transfer. `generation` counts how often the source filled pages for it.
+    /// The filling of one attempt of a transfer. `generation` is the filling's own number, for sources
+    /// that fill pages anew within an attempt; it has nothing to do with the generation of a region.
     pub fn new(transfer: &str, attempt: u32, generation: u64) -> Filling {
         let seed = absorb(name_hash(transfer), u64::from(attempt));
         Filling(absorb(seed, generation))
     }
 
     /// The part of the seed that all rows of one part of one layer share.
-    pub fn block(self, component: u64, layer: u32, part: u64) -> Block {
-        Block(absorb(absorb(absorb(self.0, component), u64::from(layer)), part))
+    pub fn of_part(self, component: u64, layer: u32, part: u64) -> PartSeed {
+        PartSeed(absorb(absorb(absorb(self.0, component), u64::from(layer)), part))
     }
 }
 
 /// A filling's seed within one part of one layer.
 #[derive(Clone, Copy, Debug)]
-pub struct Block(u64);
+pub struct PartSeed(u64);
 
-impl Block {
+impl PartSeed {
     /// Seed of a row: a token (or first token of a page, or slot) and a head, both global.
     pub fn row(self, token: u64, head: u32) -> u64 {
         absorb(absorb(self.0, token), u64::from(head))
@@ -37,7 +38,7 @@ pub fn poison_seed(nonce: u64, region: u16, offset: u64) -> u64 {
     absorb(absorb(absorb(0x706f_6973_6f6e, nonce), u64::from(region)), offset)
 }
 
-/// A name as a number, for [`Filling::block`].
+/// A name as a number, for [`Filling::of_part`].
 pub fn name_hash(name: &str) -> u64 {
     // FNV-1a, then mixed: names are short and few.
     let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
@@ -82,7 +83,7 @@ mod tests {
         let mut bytes = vec![0; 64];
         fill(
             filling
-                .block(name_hash(component), layer, name_hash(part))
+                .of_part(name_hash(component), layer, name_hash(part))
                 .row(token, head),
             &mut bytes,
         );

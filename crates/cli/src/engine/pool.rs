@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use anyhow::Context as _;
 use kvferry_handshake::{ABSENT, Envelope, PageLists};
 
 use super::content::{Content, Expected, Extent, Stamp};
@@ -123,15 +122,19 @@ impl Pool {
         Ok(())
     }
 
+    /// Stamps all pages of the lists, or none where one of them is not in the pool.
     fn stamp(&mut self, lists: &PageLists, stamp: impl Fn(u32) -> Stamp) -> anyhow::Result<()> {
+        Pool::each_entry(lists, |group, _, page| {
+            let count = self.pages[self.owner(group)].len();
+            anyhow::ensure!(
+                (page as usize) < count,
+                "page {page} of group {group}: the pool has {count}"
+            );
+            Ok(())
+        })?;
         Pool::each_entry(lists, |group, entry, page| {
             let owner = self.owner(group);
-            let pages = &mut self.pages[owner];
-            let count = pages.len();
-            let owned = pages
-                .get_mut(page as usize)
-                .with_context(|| format!("page {page} of group {group}: the pool has {count}"))?;
-            *owned = Owned {
+            self.pages[owner][page as usize] = Owned {
                 group,
                 stamp: stamp(entry),
             };
@@ -282,7 +285,7 @@ mod tests {
         let mut rows = HashMap::new();
         Pool::each_entry(lists, |group, entry, page| {
             pool.rows.of_page(group, page, &mut |row| {
-                let token = u64::from(entry) * page_size + u64::from(row.slot);
+                let token = u64::from(entry) * page_size + u64::from(row.position);
                 rows.insert((row.component, row.layer, row.part, token, row.head), *row);
                 Ok(())
             })
@@ -298,6 +301,20 @@ mod tests {
             .read(row.offset, &mut bytes)
             .unwrap();
         bytes
+    }
+
+    #[test]
+    fn lists_that_do_not_fit_change_nothing() {
+        let mut pool = pool(&launch(1, Order::Nhd, 8), 0);
+        let lists = PageLists {
+            groups: vec![vec![0, 9], vec![]],
+        };
+        let error = pool
+            .give(&lists, &content(Extent::Nothing), None)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("page 9 of group 0: the pool has 9"), "{error}");
+        assert!(pool.audit().unwrap().is_right());
     }
 
     /// Two engines of unlike geometry: what one fills, copied row by row, is what the other expects.

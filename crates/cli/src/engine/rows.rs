@@ -17,7 +17,7 @@ pub(crate) struct Row {
     /// Position of the part in the component.
     pub(crate) part: usize,
     /// Token's position in its page; 0 where a page or slot holds one row per head.
-    pub(crate) slot: u32,
+    pub(crate) position: u32,
     /// Global head.
     pub(crate) head: u32,
     /// Region.
@@ -110,35 +110,37 @@ impl RankRows {
                 continue;
             }
             let strides = &placement.strides;
-            let slots = self.rows_per_page(component);
+            let positions = self.rows_per_page(component);
             let base = placement.offset + u64::from(page) * strides.page;
             for (layer_at, layer) in (0u64..).zip(&placement.layers) {
                 for (part_at, part) in (0u64..).zip(&placement.parts) {
-                    let block = base + layer_at * strides.layer + part_at * strides.part;
+                    let begin = base + layer_at * strides.layer + part_at * strides.part;
                     let len = usize::try_from(component.row_bytes(*part))?;
-                    let mut at = |slot: u32, head: u32| {
+                    let mut at = |position: u32, head: u32| {
                         each(&Row {
                             component: usize::from(placement.component),
                             layer: *layer,
                             part: usize::from(*part),
-                            slot,
+                            position,
                             head: placement.heads.first + head,
                             region: placement.region,
-                            offset: block + u64::from(slot) * strides.token + u64::from(head) * strides.head,
+                            offset: begin
+                                + u64::from(position) * strides.token
+                                + u64::from(head) * strides.head,
                             len,
                         })
                     };
                     // The larger stride goes outside, so that rows come in the order in which they lie.
                     if strides.token >= strides.head || placement.heads.count == 1 {
-                        for slot in 0..slots {
+                        for position in 0..positions {
                             for head in 0..placement.heads.count {
-                                at(slot, head)?;
+                                at(position, head)?;
                             }
                         }
                     } else {
                         for head in 0..placement.heads.count {
-                            for slot in 0..slots {
-                                at(slot, head)?;
+                            for position in 0..positions {
+                                at(position, head)?;
                             }
                         }
                     }

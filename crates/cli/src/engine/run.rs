@@ -213,7 +213,7 @@ fn wrong_row(rows: &RankRows, row: &Row, page: u32, expected: Expected, want: &[
         component.name,
         row.layer,
         component.parts[row.part].name,
-        row.slot,
+        row.position,
         row.head,
         row.region,
         row.offset + at as u64,

@@ -1,6 +1,10 @@
 //! Which pages a transfer gets: as many as it needs, scattered over what is free, or those that were named.
 
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
+
 use kvferry_handshake::{ABSENT, Component, Envelope, Kind, PageLists, Unit};
+use kvferry_plan::MAX_PAGE_ENTRIES;
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
@@ -11,6 +15,9 @@ pub(crate) struct FreePages {
     owners: Vec<usize>,
     /// Per page group that owns a pool.
     free: Vec<Vec<u32>>,
+    /// Per page group that owns a pool: how many transfers have each page that is in use. Whoever names pages may give
+    /// one to several.
+    used: Vec<HashMap<u32, u32>>,
 }
 
 impl FreePages {
@@ -24,8 +31,9 @@ impl FreePages {
             true => (0..group.pool_pages).collect(),
             false => Vec::new(),
         };
-        let free = envelope.page_groups.iter().enumerate().map(all).collect();
-        FreePages { owners, free }
+        let free: Vec<Vec<u32>> = envelope.page_groups.iter().enumerate().map(all).collect();
+        let used = vec![HashMap::new(); free.len()];
+        FreePages { owners, free, used }
     }
 
     /// Draws pages for the first `tokens` tokens of a prompt: scattered, and the same for the same seed and history.
@@ -38,22 +46,36 @@ impl FreePages {
     ) -> anyhow::Result<PageLists> {
         let mut random = StdRng::seed_from_u64(seed);
         let mut lists = PageLists::default();
-        for (group, entries) in entries(envelope, rank, tokens).into_iter().enumerate() {
-            let free = &mut self.free[self.owners[group]];
-            let wanted = entries.iter().filter(|present| **present).count();
-            if wanted > free.len() {
-                let (name, left) = (&envelope.page_groups[group].name, free.len());
+        for (group, needed) in needed(envelope, rank, tokens).into_iter().enumerate() {
+            let owner = self.owners[group];
+            let free = &mut self.free[owner];
+            let (name, left) = (&envelope.page_groups[group].name, free.len());
+            // Before a list is made: tokens are what somebody wrote on a command line.
+            let present = usize::try_from(needed.present)
+                .ok()
+                .filter(|count| *count <= left);
+            let absent = usize::try_from(needed.absent).ok();
+            let fitting = present.zip(absent).filter(|(present, absent)| {
+                present
+                    .checked_add(*absent)
+                    .is_some_and(|len| len <= MAX_PAGE_ENTRIES)
+            });
+            let Some((present, absent)) = fitting else {
                 self.give_back(&lists);
+                let wanted = needed.present;
                 anyhow::bail!(
-                    "page group {name}: {tokens} tokens need {wanted} pages and {left} are free; \
-                     wait for transfers to end, or raise pool_pages in the envelope"
+                    "page group {name}: {tokens} tokens need {wanted} pages, in a list of {} entries; {left} are free, \
+                     and a list has {MAX_PAGE_ENTRIES} entries at most; wait for transfers to end, or raise pool_pages \
+                     in the envelope",
+                    needed.present.saturating_add(needed.absent)
                 );
-            }
-            let mut draw = |present: bool| match present {
-                true => free.swap_remove(random.random_range(0..free.len())),
-                false => ABSENT,
             };
-            lists.groups.push(entries.into_iter().map(&mut draw).collect());
+            let mut list = vec![ABSENT; absent];
+            list.extend((0..present).map(|_| free.swap_remove(random.random_range(0..free.len()))));
+            for page in list.iter().filter(|page| **page != ABSENT) {
+                *self.used[owner].entry(*page).or_default() += 1;
+            }
+            lists.groups.push(list);
         }
         Ok(lists)
     }
@@ -62,21 +84,46 @@ impl FreePages {
     /// names pages may want that.
     pub(crate) fn take(&mut self, lists: &PageLists) {
         for (group, list) in lists.groups.iter().enumerate() {
-            let taken: std::collections::HashSet<u32> = list.iter().copied().collect();
-            self.free[self.owners[group]].retain(|page| !taken.contains(page));
+            let owner = self.owners[group];
+            let taken: HashSet<u32> = list.iter().copied().filter(|page| *page != ABSENT).collect();
+            self.free[owner].retain(|page| !taken.contains(page));
+            for page in taken {
+                *self.used[owner].entry(page).or_default() += 1;
+            }
         }
     }
 
-    /// Pages of an ended transfer are free again.
+    /// Pages of an ended transfer are free again, unless another one has them too.
     pub(crate) fn give_back(&mut self, lists: &PageLists) {
         for (group, list) in lists.groups.iter().enumerate() {
-            self.free[self.owners[group]].extend(list.iter().filter(|page| **page != ABSENT));
+            let owner = self.owners[group];
+            let given: HashSet<u32> = list.iter().copied().filter(|page| *page != ABSENT).collect();
+            let mut freed: Vec<u32> = Vec::with_capacity(given.len());
+            for page in given {
+                if let Entry::Occupied(mut count) = self.used[owner].entry(page) {
+                    *count.get_mut() -= 1;
+                    if *count.get() == 0 {
+                        count.remove();
+                        freed.push(page);
+                    }
+                }
+            }
+            // A set has no order of its own, and what is drawn next must depend on the history alone.
+            freed.sort_unstable();
+            self.free[owner].extend(freed);
         }
     }
 }
 
-/// Per page group and entry, whether a prompt of `tokens` tokens needs a page there.
-fn entries(envelope: &Envelope, rank: u32, tokens: u64) -> Vec<Vec<bool>> {
+/// The entries that a prompt needs in a page list: pages that are absent come before those that are there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Needed {
+    absent: u64,
+    present: u64,
+}
+
+/// Per page group, what a prompt of `tokens` tokens needs.
+fn needed(envelope: &Envelope, rank: u32, tokens: u64) -> Vec<Needed> {
     let of_group = |group: usize| {
         let components = || {
             envelope
@@ -85,7 +132,10 @@ fn entries(envelope: &Envelope, rank: u32, tokens: u64) -> Vec<Vec<bool>> {
                 .filter(move |one| usize::from(one.page_group) == group)
         };
         if components().any(|one| one.unit == Unit::Slot) {
-            return vec![true];
+            return Needed {
+                absent: 0,
+                present: 1,
+            };
         }
         let page_size = u64::from(envelope.page_groups[group].page_size);
         let local = |component: &Component, tokens: u64| {
@@ -100,9 +150,12 @@ fn entries(envelope: &Envelope, rank: u32, tokens: u64) -> Vec<Vec<bool>> {
             _ => 0,
         };
         let first = components().map(kept).min().unwrap_or(0);
-        (0..most.div_ceil(page_size))
-            .map(|entry| (entry + 1) * page_size > first)
-            .collect()
+        let entries = most.div_ceil(page_size);
+        let absent = (first / page_size).min(entries);
+        Needed {
+            absent,
+            present: entries - absent,
+        }
     };
     (0..envelope.page_groups.len()).map(of_group).collect()
 }
@@ -134,7 +187,10 @@ mod tests {
         all.sort_unstable();
         assert_eq!(all, (0..8).collect::<Vec<u32>>());
         let error = free.draw(&envelope, 0, 16, 1).unwrap_err().to_string();
-        assert!(error.contains("need 1 pages and 0 are free"), "{error}");
+        assert!(
+            error.contains("need 1 pages, in a list of 1 entries; 0 are free"),
+            "{error}"
+        );
         free.give_back(&first);
         assert_eq!(free.draw(&envelope, 0, 80, 1).unwrap().groups[0].len(), 5);
     }
@@ -152,6 +208,39 @@ mod tests {
     }
 
     #[test]
+    fn a_prompt_beyond_the_pool_takes_no_memory() {
+        let envelope = llama(4);
+        let mut free = FreePages::new(&envelope);
+        let error = free
+            .draw(&envelope, 0, 1_000_000_000_000_000, 1)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("62500000000000 pages") && error.contains("4 are free"),
+            "{error}"
+        );
+        assert_eq!(free.draw(&envelope, 0, 64, 1).unwrap().groups[0].len(), 4);
+    }
+
+    #[test]
+    fn a_page_of_two_transfers_is_free_once_and_after_both() {
+        let envelope = llama(2);
+        let mut free = FreePages::new(&envelope);
+        let both = PageLists {
+            groups: vec![vec![0, 1]],
+        };
+        free.take(&both);
+        free.take(&both);
+        free.give_back(&both);
+        assert!(free.draw(&envelope, 0, 16, 1).is_err());
+        free.give_back(&both);
+        let mut drawn = free.draw(&envelope, 0, 32, 1).unwrap().groups.remove(0);
+        drawn.sort_unstable();
+        assert_eq!(drawn, [0, 1]);
+        assert!(free.draw(&envelope, 0, 16, 1).is_err());
+    }
+
+    #[test]
     fn windows_slots_and_dcp() {
         let shape = ModelShape::new("m", 2).kv([0], 2, 8).window([1], 2, 8, 20);
         let envelope = Launch {
@@ -160,11 +249,22 @@ mod tests {
         }
         .envelope(&shape)
         .unwrap();
-        let of = |tokens| entries(&envelope, 0, tokens);
+        let of = |tokens| needed(&envelope, 0, tokens);
+        let entries = |absent, present| Needed { absent, present };
         // 70 tokens are 5 pages; the window keeps tokens 50 to 69, so pages 3 and 4.
-        assert_eq!(of(70)[1], [false, false, false, true, true]);
-        assert_eq!(of(70)[0], [true; 5]);
-        assert_eq!(of(0), vec![Vec::<bool>::new(); 2]);
+        assert_eq!(of(70), [entries(0, 5), entries(3, 2)]);
+        assert_eq!(of(0), [entries(0, 0); 2]);
+        let lists = FreePages::new(&envelope).draw(&envelope, 0, 70, 1).unwrap();
+        assert_eq!(lists.groups[1][..3], [ABSENT; 3]);
+        assert!(lists.groups[1][3..].iter().all(|page| *page < 16));
+        // The window's pages would do; the list of those that are absent would be too long.
+        let shape = ModelShape::new("m", 1).window([0], 2, 8, 20);
+        let windows = Launch::default().envelope(&shape).unwrap();
+        let error = FreePages::new(&windows)
+            .draw(&windows, 0, 1 << 40, 1)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("68719476736 entries"), "{error}");
 
         let shape = ModelShape::new("m", 1).latent(0..1, 8);
         let dcp = Dcp {
@@ -178,7 +278,7 @@ mod tests {
         }
         .envelope(&shape)
         .unwrap();
-        assert_eq!(entries(&envelope, 0, 33)[0].len(), 2);
-        assert_eq!(entries(&envelope, 1, 33)[0].len(), 1);
+        assert_eq!(needed(&envelope, 0, 33)[0].present, 2);
+        assert_eq!(needed(&envelope, 1, 33)[0].present, 1);
     }
 }

@@ -41,7 +41,8 @@ pub(crate) struct Fill {
     /// Attempt.
     #[serde(default)]
     pub(crate) attempt: u32,
-    /// How often the source filled pages for it; both sides must say the same.
+    /// Number of the filling, where pages are filled anew within an attempt; both sides must say the same. It has nothing
+    /// to do with the generation of a region.
     #[serde(default)]
     pub(crate) generation: u64,
     /// The prompt's length.
@@ -176,7 +177,7 @@ pub(crate) enum When {
     /// As soon as it is delivered.
     #[default]
     Now,
-    /// With the next `verify` or `wait`, so that it does not take time from other transfers.
+    /// With the next `verify`, so that it does not take time from other transfers.
     Later,
 }
 

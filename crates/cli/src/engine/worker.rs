@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use kvferry_client::{ClientError, Delivered, Event, Failed, Notice, Notices, Path, Rank, Side, TransferId};
 use kvferry_handshake::{Code, Mismatch, PageLists};
+use kvferry_plan::MAX_TOKENS;
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::mpsc;
 
@@ -216,6 +217,10 @@ impl Worker {
         pages: Option<&str>,
         tokens: u64,
     ) -> anyhow::Result<PageLists> {
+        anyhow::ensure!(
+            tokens <= MAX_TOKENS,
+            "{tokens} tokens; a prompt has {MAX_TOKENS} at most"
+        );
         let envelope = self.pool.rows().envelope();
         let seed = match pages {
             None => name_hash(transfer),

@@ -1,5 +1,6 @@
 //! The configuration file: TOML, of which every key must be known.
 
+use kvferry_handshake::edits;
 use toml::de::{DeTable, DeValue};
 
 use super::Config;
@@ -91,7 +92,7 @@ fn apply_table(
 }
 
 fn unknown(name: &str) -> String {
-    let nearest = KEYS.iter().map(|key| (distance(name, key.name), key.name)).min();
+    let nearest = KEYS.iter().map(|key| (edits(name, key.name), key.name)).min();
     match nearest {
         Some((_, nearest)) => {
             format!(
@@ -125,22 +126,6 @@ fn setting(value: &DeValue<'_>) -> Result<Setting, String> {
 fn line_of(content: &str, offset: usize) -> usize {
     let before = content.get(..offset).unwrap_or(content);
     before.matches('\n').count() + 1
-}
-
-/// How many letters must be put in, taken out or changed to make one name of the other.
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, from) in a.chars().enumerate() {
-        let mut corner = row[0];
-        row[0] = i + 1;
-        for (j, to) in b.iter().enumerate() {
-            let changed = corner + usize::from(from != *to);
-            corner = row[j + 1];
-            row[j + 1] = changed.min(row[j] + 1).min(corner + 1);
-        }
-    }
-    row[b.len()]
 }
 
 #[cfg(test)]

@@ -6,8 +6,8 @@ use super::ConvertError;
 use crate::element::Element;
 use crate::limits::MAX_LAYERS;
 
-/// Most bytes of a configuration.
-const MAX_CONFIG: usize = 16 << 20;
+/// Most bytes of a `config.json`.
+pub const MAX_CONFIG: usize = 16 << 20;
 
 /// Keys under which models of several modalities keep their language model.
 const NESTED: [&str; 3] = ["text_config", "llm_config", "language_config"];

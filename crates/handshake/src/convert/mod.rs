@@ -12,6 +12,8 @@ mod elements;
 mod engine;
 mod state;
 
+pub use config::MAX_CONFIG;
+
 use crate::catalogue::Code;
 use crate::envelope::{Envelope, Role};
 use crate::launch::{Arrangement, LaunchError};
