@@ -10,7 +10,7 @@ mod waiting;
 
 use std::time::Duration;
 
-use kvferry_client::{ClientError, Fault, Path, Publication, PublishRequest};
+use kvferry_client::{Fault, Path, Publication, PublishRequest};
 use kvferry_handshake::{Code, Envelope, Launch, ModelShape, PageLists, Ready, Role};
 use kvferry_tests::engine::{Carry, End, Engine, Fetched, named, tokens};
 use kvferry_tests::geometry::launch;
