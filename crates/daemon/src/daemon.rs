@@ -19,7 +19,7 @@ use crate::drain::Drain;
 use crate::driver::{Driver, Question, Sources};
 use crate::engines::{self, Admission, EngineListener, ListenError, Reception};
 use crate::metrics::Metrics;
-use crate::peers::{self, Neighbourhood, PeerSet, Tls, TlsError};
+use crate::peers::{self, Certificates, Neighbourhood, PeerSet, Tls, TlsError, check_own};
 use crate::scrape;
 
 /// Events of sessions, and of peers, that wait for the driver; further ones push back. Few, since whoever
@@ -32,7 +32,7 @@ pub struct Daemon {
     addresses: Addresses,
     questions: mpsc::Sender<Question>,
     plane: DataPlane,
-    /// Take what is new.
+    /// Take what is new: connections, scrapes, certificates.
     doors: Vec<JoinHandle<()>>,
     driver: JoinHandle<()>,
 }
@@ -79,9 +79,20 @@ pub enum DaemonError {
 }
 
 impl Daemon {
+    /// Whether a daemon would start with what `config` names: its certificates. Starts nothing.
+    pub fn check(config: &Config) -> Result<(), DaemonError> {
+        if let Some(files) = &config.tls {
+            Tls::load(files)?;
+            check_own(files, &host(config))?;
+        }
+        Ok(())
+    }
+
     /// Binds everything, then starts everything.
     pub async fn start(config: Config) -> Result<Daemon, DaemonError> {
-        let tls = config.tls.as_ref().map(Tls::load).transpose()?;
+        let host = host(&config);
+        let load = |files| Certificates::load(files, &host);
+        let (tls, watch) = config.tls.as_ref().map(load).transpose()?.unzip();
         let socket = EngineListener::bind(&config.socket, config.socket_mode)?;
         let (peer_port, peer_address) = bind("peer_listen", config.peer_listen).await?;
         let metrics_port = match config.metrics_listen {
@@ -159,6 +170,9 @@ impl Daemon {
             tokio::spawn(engines::accept(Arc::new(socket), reception)),
             tokio::spawn(peers::accept(peer_port, neighbourhood)),
         ];
+        if let Some(watch) = watch {
+            doors.push(tokio::spawn(watch.run()));
+        }
         if let Some((port, _)) = metrics_port {
             doors.push(tokio::spawn(scrape::serve(port, metrics, questions.clone())));
         }
@@ -216,6 +230,14 @@ impl Drop for Daemon {
         for task in self.doors.iter().chain([&self.driver]) {
             task.abort();
         }
+    }
+}
+
+/// The host by which peers know this daemon.
+fn host(config: &Config) -> String {
+    match &config.advertise {
+        Some(advertised) => advertised.host().to_owned(),
+        None => config.peer_listen.ip().to_string(),
     }
 }
 

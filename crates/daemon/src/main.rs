@@ -17,6 +17,10 @@ fn main() -> ExitCode {
     let config = match config::parse(std::env::args_os()) {
         Ok(Invocation::Run(config)) => config,
         Ok(Invocation::Check(config)) => {
+            if let Err(error) = Daemon::check(&config) {
+                eprintln!("{error}");
+                return ExitCode::from(BAD_CONFIG);
+            }
             print!("{}", config::effective(&config));
             return ExitCode::SUCCESS;
         }

@@ -1,7 +1,7 @@
 //! What an operator sets, and why a start can fail.
 
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 /// Settings of a data plane.
@@ -31,14 +31,33 @@ pub struct Config {
     pub tls: Option<LaneTls>,
 }
 
-/// Certificates for encrypted lanes.
+/// Certificates for encrypted lanes. Clones share them, so that new ones can take their place.
 #[derive(Clone, Debug)]
 pub struct LaneTls {
-    /// For the sending end, which connects: the other end needs a certificate for the host that its peer name
-    /// (`host:port`) states, as for the channel.
-    pub client: Arc<rustls::ClientConfig>,
-    /// For the receiving end, which accepts.
-    pub server: Arc<rustls::ServerConfig>,
+    both: Arc<RwLock<(Arc<rustls::ClientConfig>, Arc<rustls::ServerConfig>)>>,
+}
+
+impl LaneTls {
+    /// `client` is for the sending end, which connects: the other end needs a certificate for the host that its
+    /// peer name (`host:port`) states, as for the channel. `server` is for the receiving end, which accepts.
+    pub fn new(client: Arc<rustls::ClientConfig>, server: Arc<rustls::ServerConfig>) -> LaneTls {
+        LaneTls {
+            both: Arc::new(RwLock::new((client, server))),
+        }
+    }
+
+    /// Lanes that open from now on use these. Those that are open are left as they are.
+    pub fn renew(&self, client: Arc<rustls::ClientConfig>, server: Arc<rustls::ServerConfig>) {
+        *self.both.write().unwrap_or_else(PoisonError::into_inner) = (client, server);
+    }
+
+    pub(crate) fn client(&self) -> Arc<rustls::ClientConfig> {
+        Arc::clone(&self.both.read().unwrap_or_else(PoisonError::into_inner).0)
+    }
+
+    pub(crate) fn server(&self) -> Arc<rustls::ServerConfig> {
+        Arc::clone(&self.both.read().unwrap_or_else(PoisonError::into_inner).1)
+    }
 }
 
 /// Why a data plane did not start.

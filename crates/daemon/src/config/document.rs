@@ -39,7 +39,7 @@ pub fn reference_page() -> String {
          `kvferryd --config FILE` reads a TOML file. Every key has a flag that overrides it: `limits.ranks` is\n\
          `--limits-ranks`. A key that does not exist is an error that names the line and the nearest key.\n\
          `kvferryd --check-config` prints the configuration that would be used and ends with 0, or with 2 when it is\n\
-         not good. `scripts/kvferryd.toml` is a complete file to begin with.\n\
+         not good, certificates included. `scripts/kvferryd.toml` is a complete file to begin with.\n\
          \n\
          This page is made from the code: `KVFERRY_WRITE_DOCS=1 cargo test -p kvferry-daemon` writes it again.\n",
     );

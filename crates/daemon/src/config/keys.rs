@@ -110,7 +110,7 @@ pub(super) const KEYS: &[Key] = &[
         name: "tls.ca",
         kind: Kind::Text,
         doc: "PEM file: certificates of the authority that signed all daemons' certificates. See docs/security.md. \
-              The three tls keys are set together, or not at all.",
+              The three tls keys are set together, or not at all. Files that are renewed are read again.",
         example: "\"/etc/kvferry/ca.pem\"",
         set: |config, value| text(value).map(|path| tls(config).ca = PathBuf::from(path)),
         show: |config| config.tls.as_ref().and_then(|tls| quoted(tls.ca.display())),

@@ -106,8 +106,8 @@ async fn greet(stream: TcpStream, from: SocketAddr, shared: &Shared) -> Result<C
     let mut certificates = None;
     let mut stream: Box<dyn Stream> = match &shared.tls {
         None => Box::new(stream),
-        Some(tls) => {
-            let stream = tls.acceptor.accept(stream).await.map_err(|error| {
+        Some(own) => {
+            let stream = own.current().acceptor.accept(stream).await.map_err(|error| {
                 let code = if is_of_tls(&error) {
                     Code::PeerTls
                 } else {

@@ -146,7 +146,8 @@ async fn greet(
 ) -> Result<(Box<dyn Stream>, HelloAnswer), Fault> {
     let mut stream: Box<dyn Stream> = match &shared.tls {
         None => Box::new(stream),
-        Some(tls) => {
+        Some(certificates) => {
+            let tls = certificates.current();
             let connected = tls.connector.connect(server_name(address)?, stream).await;
             Box::new(connected.map_err(|error| tls_failed(address, &error))?)
         }

@@ -1,11 +1,12 @@
 //! Peer daemons: one channel to each, shared by all links and both directions.
 //!
 //! [`PeerSet`] decides, in the driver's task, which channels there are; `dial` and `accept` open them,
-//! `channel` runs them, `wire` is what is said on them, and `tls` who may say it.
+//! `channel` runs them, `wire` is what is said on them, `tls` who may say it, and `renewal` when that is read again.
 
 mod accept;
 mod channel;
 mod dial;
+mod renewal;
 mod set;
 mod tls;
 mod wire;
@@ -19,9 +20,10 @@ use tokio::sync::{mpsc, oneshot};
 
 pub(crate) use accept::accept;
 pub(crate) use dial::dial;
+pub(crate) use renewal::Certificates;
 pub(crate) use set::{Change, ChannelId, Decision, DialId, PeerSet, Ticket};
-pub(crate) use tls::Tls;
 pub use tls::TlsError;
+pub(crate) use tls::{Tls, check_own};
 pub(crate) use wire::{PeerFrame, encode};
 
 use crate::config::Advertised;
@@ -77,7 +79,7 @@ pub(crate) struct Neighbourhood {
     pub(crate) incarnation: u64,
     /// Where our data port is, when it is bound to one address.
     pub(crate) data_host: Option<IpAddr>,
-    pub(crate) tls: Option<Tls>,
+    pub(crate) tls: Option<Arc<Certificates>>,
     pub(crate) encrypts_lanes: bool,
     /// Silence after which a peer counts as lost.
     pub(crate) timeout: std::time::Duration,

@@ -5,11 +5,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kvferry_control::Fault;
-use kvferry_dataplane::LaneTls;
 use kvferry_handshake::Code;
-use rustls::client::verify_server_name;
+use rustls::client::danger::ServerCertVerifier;
+use rustls::client::{VerifierBuilderError, WebPkiServerVerifier, verify_server_name};
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
@@ -30,7 +30,8 @@ pub struct TlsError {
 pub(crate) struct Tls {
     pub(crate) connector: TlsConnector,
     pub(crate) acceptor: TlsAcceptor,
-    pub(crate) lanes: LaneTls,
+    pub(crate) lane_client: Arc<ClientConfig>,
+    pub(crate) lane_server: Arc<ServerConfig>,
 }
 
 impl std::fmt::Debug for Tls {
@@ -44,12 +45,7 @@ impl Tls {
     pub(crate) fn load(files: &TlsFiles) -> Result<Tls, TlsError> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let versions = [&rustls::version::TLS13];
-        let mut roots = RootCertStore::empty();
-        for authority in certificates("tls.ca", &files.ca)? {
-            let added = roots.add(authority);
-            added.map_err(|error| wrong("tls.ca", &files.ca, error))?;
-        }
-        let roots = Arc::new(roots);
+        let roots = Arc::new(authorities(files)?);
         let chain = certificates("tls.cert", &files.cert)?;
         let key =
             PrivateKeyDer::from_pem_file(&files.key).map_err(|error| wrong("tls.key", &files.key, error))?;
@@ -59,7 +55,7 @@ impl Tls {
             .map_err(|error| wrong("tls.cert", &files.cert, error))?
             .with_root_certificates(Arc::clone(&roots))
             .with_client_auth_cert(chain.clone(), key.clone_key())
-            .map_err(|error| wrong("tls.key", &files.key, error))?;
+            .map_err(|error| key_unfit(files, &error))?;
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider))
             .build()
             .map_err(|error| wrong("tls.ca", &files.ca, error))?;
@@ -68,7 +64,7 @@ impl Tls {
             .map_err(|error| wrong("tls.cert", &files.cert, error))?
             .with_client_cert_verifier(verifier)
             .with_single_cert(chain, key)
-            .map_err(|error| wrong("tls.key", &files.key, error))?;
+            .map_err(|error| key_unfit(files, &error))?;
 
         // The protocol's name keeps a channel from being taken for a lane, and the other way round.
         let (mut lane_client, mut lane_server) = (client.clone(), server.clone());
@@ -79,12 +75,41 @@ impl Tls {
         Ok(Tls {
             connector: TlsConnector::from(Arc::new(client)),
             acceptor: TlsAcceptor::from(Arc::new(server)),
-            lanes: LaneTls {
-                client: Arc::new(lane_client),
-                server: Arc::new(lane_server),
-            },
+            lane_client: Arc::new(lane_client),
+            lane_server: Arc::new(lane_server),
         })
     }
+}
+
+/// Whether peers that know this daemon as `host` will believe its certificate, as a server and as a client.
+pub(crate) fn check_own(files: &TlsFiles, host: &str) -> Result<(), TlsError> {
+    let chain = certificates("tls.cert", &files.cert)?;
+    let Some((own, between)) = chain.split_first() else {
+        return Ok(());
+    };
+    let unbelieved = |error: rustls::Error| {
+        let why = format!(
+            "peers will refuse this certificate: {error}; it must be signed by an authority in tls.ca, be valid now, and \
+             be for {host:?}, the host of advertise (docs/security.md)"
+        );
+        wrong("tls.cert", &files.cert, why)
+    };
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let roots = Arc::new(authorities(files)?);
+    let no_verifier = |error: VerifierBuilderError| wrong("tls.ca", &files.ca, error);
+    let name =
+        ServerName::try_from(host.to_owned()).map_err(|error| wrong("tls.cert", &files.cert, error))?;
+    WebPkiServerVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider))
+        .build()
+        .map_err(no_verifier)?
+        .verify_server_cert(own, between, &name, &[], UnixTime::now())
+        .map_err(unbelieved)?;
+    WebPkiClientVerifier::builder_with_provider(roots, provider)
+        .build()
+        .map_err(no_verifier)?
+        .verify_client_cert(own, between, UnixTime::now())
+        .map_err(unbelieved)?;
+    Ok(())
 }
 
 /// Whether certificates or the protocol are at fault, as opposed to a connection that broke.
@@ -123,6 +148,26 @@ pub(crate) fn check_name(
     };
     let parsed = ParsedCertificate::try_from(certificate).map_err(|error| refuse(error.to_string()))?;
     verify_server_name(&parsed, &server_name(address)?).map_err(|error| refuse(error.to_string()))
+}
+
+fn authorities(files: &TlsFiles) -> Result<RootCertStore, TlsError> {
+    let mut roots = RootCertStore::empty();
+    for authority in certificates("tls.ca", &files.ca)? {
+        let added = roots.add(authority);
+        added.map_err(|error| wrong("tls.ca", &files.ca, error))?;
+    }
+    Ok(roots)
+}
+
+fn key_unfit(files: &TlsFiles, error: &rustls::Error) -> TlsError {
+    match error {
+        rustls::Error::InconsistentKeys(_) => {
+            let cert = files.cert.display();
+            let why = format!("it is not the key of the certificate in {cert} (tls.cert)");
+            wrong("tls.key", &files.key, why)
+        }
+        other => wrong("tls.key", &files.key, other),
+    }
 }
 
 fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use kvferry_daemon::config::TlsFiles;
 use kvferry_handshake::Code;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -23,7 +24,7 @@ async fn fetch_fails(node: &Node, source: &str) -> (Code, String) {
     (failed.cause.code, failed.cause.message)
 }
 
-async fn with_tls(files: kvferry_daemon::config::TlsFiles) -> Node {
+async fn with_tls(files: TlsFiles) -> Node {
     Node::start(move |config| config.tls = Some(files)).await
 }
 
@@ -58,6 +59,55 @@ async fn a_peer_that_dies_is_said_to_have_closed_the_connection() {
         failed.cause.message.contains("it closed the connection"),
         "{failed}"
     );
+}
+
+/// Puts the files of one authority in the place of another's.
+fn renew(old: &TlsFiles, new: &TlsFiles) {
+    for (old, new) in [(&old.ca, &new.ca), (&old.cert, &new.cert), (&old.key, &new.key)] {
+        std::fs::copy(new, old).unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn renewed_certificates_are_used_without_a_restart() {
+    let (old, new) = (Authority::new(), Authority::new());
+    let files = old.issue("a", &["127.0.0.1"]);
+    let start = async |files: TlsFiles| {
+        Node::start(move |config| {
+            config.tls = Some(files);
+            config.encrypt_lanes = true;
+        })
+        .await
+    };
+    let a = start(files.clone()).await;
+    let b = start(new.issue("b", &["127.0.0.1"])).await;
+    let prefill = Engine::attach(a.socket(), "prefill").await;
+    let (code, message) = fetch_fails(&b, &a.source("prefill")).await;
+    assert_eq!(code, Code::PeerTls, "{message}");
+
+    renew(&files, &new.issue("renewed", &["127.0.0.1"]));
+    prefill.fill(&[1], 4, 3);
+    let decode = Engine::attach(b.socket(), "decode").await;
+    decode.poison();
+    // The channel, and a lane, with the new ones.
+    let mut attempt = 0;
+    let carried = async {
+        loop {
+            attempt += 1;
+            let mut publish = prefill.publish_of("t", &[1], 4);
+            let mut fetch = decode.fetch_of(&a.source("prefill"), "t", &[2], 4);
+            (publish.transfer.attempt, fetch.transfer.attempt) = (attempt, attempt);
+            prefill.rank.publish(publish).await.unwrap();
+            let fetching = decode.rank.fetch(fetch).await.unwrap();
+            match fetching.ended().await {
+                Ok(_) => break,
+                Err(failed) => assert_eq!(failed.cause.code, Code::PeerTls, "{failed}"),
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    soon("delivery with the new certificates", carried).await;
+    decode.verify(&[2], 0, 4, 3);
 }
 
 #[tokio::test]

@@ -6,10 +6,11 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use kvferry_client::{Client, ClientError, Notice, Progress};
+use kvferry_daemon::config::TlsFiles;
 use kvferry_handshake::Code;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::rig::{Engine, envelope, soon};
+use crate::rig::{Authority, Engine, envelope, soon};
 
 /// A running kvferryd. Killed when it is dropped.
 pub(crate) struct Program {
@@ -105,6 +106,67 @@ fn check_config_prints_what_would_be_used_and_names_what_is_wrong() {
     assert_eq!(run(&["-c", path]).0, Some(2));
     assert_eq!(run(&["--peer-listen=0.0.0.0:7460"]).0, Some(2));
     assert_eq!(run(&["--version"]).0, Some(0));
+}
+
+#[test]
+fn check_config_reads_the_certificates_and_names_the_key_that_is_wrong() {
+    let (ours, theirs) = (Authority::new(), Authority::new());
+    let check = |files: &TlsFiles| {
+        let flag = |name: &str, file: &Path| format!("--tls-{name}={}", file.display());
+        let flags = [
+            flag("ca", &files.ca),
+            flag("cert", &files.cert),
+            flag("key", &files.key),
+        ];
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let (code, _, error) = run(&[&["--check-config"], &flags[..]].concat());
+        (code, error)
+    };
+    let good = ours.issue("a", &["127.0.0.1"]);
+    assert_eq!(check(&good), (Some(0), String::new()));
+    let other = ours.issue("b", &["127.0.0.1"]);
+    let empty = good.ca.with_file_name("empty.pem");
+    std::fs::write(&empty, "nothing\n").unwrap();
+    let with = |change: fn(&mut TlsFiles, &Path), file: &Path| {
+        let mut files = good.clone();
+        change(&mut files, file);
+        files
+    };
+    for (files, key, says) in [
+        (
+            with(|files, file| files.ca = file.into(), &empty),
+            "tls.ca",
+            "no certificate",
+        ),
+        (
+            with(|files, file| files.cert = file.into(), Path::new("/nonexistent")),
+            "tls.cert",
+            "No such file",
+        ),
+        (
+            with(|files, file| files.key = file.into(), &empty),
+            "tls.key",
+            "empty.pem",
+        ),
+        (
+            with(|files, file| files.key = file.into(), &other.key),
+            "tls.key",
+            "not the key of the certificate",
+        ),
+        (
+            with(|files, file| files.ca = file.into(), &theirs.issue("c", &[]).ca),
+            "tls.cert",
+            "peers will refuse",
+        ),
+        (ours.issue("d", &["elsewhere"]), "tls.cert", "\"127.0.0.1\""),
+    ] {
+        let (code, error) = check(&files);
+        assert_eq!(code, Some(2), "{error}");
+        assert!(
+            error.starts_with(key) && error.contains(says),
+            "{key}: {says}: {error}"
+        );
+    }
 }
 
 #[test]

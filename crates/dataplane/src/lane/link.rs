@@ -70,13 +70,13 @@ impl Link {
     /// Puts TLS on the connecting end. The other end must have a certificate for the host that the peer's name states.
     pub(crate) fn start_client_tls(&mut self, tls: &LaneTls, peer: &str) -> io::Result<()> {
         let name = ServerName::try_from(host(peer).to_owned()).map_err(io::Error::other)?;
-        let connection = ClientConnection::new(std::sync::Arc::clone(&tls.client), name);
+        let connection = ClientConnection::new(tls.client(), name);
         self.start_tls(connection.map(Connection::Client))
     }
 
     /// Puts TLS on the accepting end.
     pub(crate) fn start_server_tls(&mut self, tls: &LaneTls) -> io::Result<()> {
-        let connection = ServerConnection::new(std::sync::Arc::clone(&tls.server));
+        let connection = ServerConnection::new(tls.server());
         self.start_tls(connection.map(Connection::Server))
     }
 

@@ -48,10 +48,7 @@ fn certificates_for(names: &[&str]) -> LaneTls {
         .with_root_certificates(roots)
         .with_client_auth_cert(vec![certificate], key())
         .unwrap();
-    LaneTls {
-        client: Arc::new(client),
-        server: Arc::new(server),
-    }
+    LaneTls::new(Arc::new(client), Arc::new(server))
 }
 
 fn encrypted(tls: &LaneTls) -> Config {
