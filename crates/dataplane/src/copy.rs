@@ -135,6 +135,9 @@ fn copy(taken: &Taken, bounce: &mut Vec<u8>) -> Result<Done, Halt> {
     else {
         return Ok(Done::default());
     };
+    let (Some(source_memory), Some(memory)) = (source_memory.get(), memory.get()) else {
+        return Err(Halt::Closed);
+    };
     let mut done = Done::default();
     let mut carrier = Carrier::new(&taken.job, bounce);
     for step in taken.view.map.moves(taken.chunk, &taken.view.pages) {
@@ -386,8 +389,8 @@ mod tests {
         });
         let role = Role::Copy {
             source: Mutex::new(Source::new(map(), none)),
-            source_memory: RankMemory::default(),
-            memory: RankMemory::default(),
+            source_memory: RankMemory::default().into(),
+            memory: RankMemory::default().into(),
         };
         let job = Arc::new(Job::new(JobId(1), role, Weak::new()));
         let (view, chunk) = {

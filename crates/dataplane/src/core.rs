@@ -79,7 +79,30 @@ impl Core {
         let peer = peers
             .entry(Arc::from(name))
             .or_insert_with(|| Arc::new(Peer::new(name)));
+        // Should it never come up, the steward forgets it.
+        self.bell.ring();
         Arc::clone(peer)
+    }
+
+    /// Forgets the peers that were down for as long as an idle lane is kept and that no job and no lane has to do with, with
+    /// their counters. Tells when to come again.
+    pub(crate) fn forget_peers(&self, now: Instant) -> Option<Instant> {
+        let mut next: Option<Instant> = None;
+        let mut peers = self.peers.write().unwrap_or_else(|e| e.into_inner());
+        peers.retain(|_, peer| {
+            let Some(since) = peer.lanes().down_since() else {
+                return true;
+            };
+            let due = since + self.config.idle;
+            // Who has no clone now gets none: they are made from this table, which is locked, or from another clone.
+            if due <= now && Arc::strong_count(peer) == 1 {
+                return false;
+            }
+            let again = due.max(now + self.config.idle / 2);
+            next = Some(next.map_or(again, |next| next.min(again)));
+            true
+        });
+        next
     }
 
     pub(crate) fn peers(&self) -> Vec<Arc<Peer>> {

@@ -49,23 +49,28 @@ pub(crate) enum Role {
         peer: Arc<Peer>,
         slot: u64,
         source: Mutex<Source>,
-        memory: RankMemory,
+        memory: Held,
     },
     Receive {
         peer: Arc<Peer>,
         target: Mutex<Target>,
-        memory: RankMemory,
+        memory: Held,
     },
     Copy {
         source: Mutex<Source>,
-        source_memory: RankMemory,
-        memory: RankMemory,
+        source_memory: Held,
+        memory: Held,
     },
 }
 
 /// The regions of one rank, by number.
 #[derive(Debug, Default)]
 pub(crate) struct RankMemory(Vec<Option<Arc<Region>>>);
+
+/// A rank's memory as a job holds it: let go when the job is at rest, however long something still knows the job. Whoever
+/// moves a chunk holds it too meanwhile.
+#[derive(Debug)]
+pub(crate) struct Held(Mutex<Option<Arc<RankMemory>>>);
 
 /// Why a chunk cannot be moved.
 #[derive(Debug)]
@@ -103,6 +108,25 @@ impl RankMemory {
 
     pub(crate) fn extent(&self, extent: &Extent) -> Result<Piece<'_>, Trouble> {
         self.piece(extent.region, extent.offset, extent.len)
+    }
+}
+
+impl Held {
+    /// The memory; `None` once it was let go.
+    pub(crate) fn get(&self) -> Option<Arc<RankMemory>> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
+    /// Lets go. Tells whether somebody else holds it still.
+    fn let_go(&self) -> bool {
+        let memory = self.0.lock().unwrap_or_else(|e| e.into_inner()).take();
+        memory.is_some_and(|memory| Arc::into_inner(memory).is_none())
+    }
+}
+
+impl From<RankMemory> for Held {
+    fn from(memory: RankMemory) -> Held {
+        Held(Mutex::new(Some(Arc::new(memory))))
     }
 }
 
@@ -274,6 +298,28 @@ impl Job {
     fn at_rest(&self) {
         if self.closed.swap(true, Ordering::AcqRel) {
             return;
+        }
+        // Before it is told, so that a region that is released then is not held by a job any more. A lane that is in the
+        // middle of a chunk is woken to let go too.
+        match &self.role {
+            Role::Send { peer, memory, .. } => {
+                if memory.let_go() {
+                    peer.lanes().nudge_senders();
+                }
+            }
+            Role::Receive { peer, memory, .. } => {
+                if memory.let_go() {
+                    peer.lanes().nudge_receivers();
+                }
+            }
+            Role::Copy {
+                source_memory,
+                memory,
+                ..
+            } => {
+                source_memory.let_go();
+                memory.let_go();
+            }
         }
         if let Some(jobs) = self.jobs.upgrade() {
             jobs.forget(self, self.has_completed());

@@ -3,7 +3,7 @@
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, Mutex, RwLock, Weak};
 
 use crate::copy::Copies;
 use crate::job::{Job, Role};
@@ -26,7 +26,8 @@ pub(crate) struct Jobs {
 #[derive(Debug, Default)]
 struct Completed {
     order: VecDeque<JobId>,
-    peers: HashMap<JobId, Arc<Peer>>,
+    /// They keep no peer: one that was forgotten and came again is another.
+    peers: HashMap<JobId, Weak<Peer>>,
 }
 
 impl Completed {
@@ -69,7 +70,7 @@ impl Jobs {
         if completed && let Role::Receive { peer, .. } = &job.role {
             let mut completed = self.completed.lock().unwrap_or_else(|e| e.into_inner());
             completed.order.push_back(job.id);
-            completed.peers.insert(job.id, Arc::clone(peer));
+            completed.peers.insert(job.id, Arc::downgrade(peer));
             if completed.order.len() > REMEMBERED
                 && let Some(oldest) = completed.order.pop_front()
             {
@@ -88,7 +89,8 @@ impl Jobs {
     /// Whether this receive from this peer completed before it was closed, as far as remembered.
     pub(crate) fn has_completed(&self, id: JobId, peer: &Arc<Peer>) -> bool {
         let completed = self.completed.lock().unwrap_or_else(|e| e.into_inner());
-        completed.peers.get(&id).is_some_and(|of| Arc::ptr_eq(of, peer))
+        let of = completed.peers.get(&id);
+        of.is_some_and(|of| std::ptr::eq(of.as_ptr(), Arc::as_ptr(peer)))
     }
 
     /// Drops all jobs, without a word.

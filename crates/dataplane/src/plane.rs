@@ -152,6 +152,7 @@ impl DataPlane {
         // No life has this number: lanes that are told to end take nothing meanwhile.
         peer.outbox.begin_life(0);
         peer.lanes().down();
+        self.core.bell.ring();
     }
 
     /// The peer's data plane said something through the channel.
@@ -172,7 +173,11 @@ impl DataPlane {
     ) {
         let peer = self.core.peer(peer);
         let target = Mutex::new(Target::new(map, pages));
-        self.start_job(job, &regions, |memory| Role::Receive { peer, target, memory });
+        self.start_job(job, &regions, |memory| Role::Receive {
+            peer,
+            target,
+            memory: memory.into(),
+        });
     }
 
     /// Sends chunks to a peer as [`DataPlane::ready`] says.
@@ -191,7 +196,7 @@ impl DataPlane {
             peer,
             slot,
             source,
-            memory,
+            memory: memory.into(),
         });
     }
 
@@ -215,8 +220,8 @@ impl DataPlane {
         };
         let job = self.start_job(job, &regions, |memory| Role::Copy {
             source,
-            source_memory,
-            memory,
+            source_memory: source_memory.into(),
+            memory: memory.into(),
         });
         if let (Some(job), Some(trouble)) = (job, missing) {
             job.fail(trouble);

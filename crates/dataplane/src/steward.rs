@@ -1,4 +1,5 @@
-//! The steward: a thread that repeats what was not answered, opens lanes again, and joins threads that ended.
+//! The steward: a thread that repeats what was not answered, opens lanes again, joins threads that ended, and forgets peers
+//! that are gone.
 
 use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -72,6 +73,10 @@ pub(crate) fn run(core: &Core) {
             }
             next = [next, again, unreachable].into_iter().flatten().min();
         }
+        next = [next, core.forget_peers(Instant::now())]
+            .into_iter()
+            .flatten()
+            .min();
     }
 }
 

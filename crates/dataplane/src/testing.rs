@@ -40,7 +40,7 @@ pub(crate) fn send(id: u64) -> (Arc<Peer>, Taken) {
         peer: Arc::clone(&peer),
         slot: 1,
         source: Mutex::new(Source::new(map(), pages())),
-        memory: RankMemory::default(),
+        memory: RankMemory::default().into(),
     };
     let job = Arc::new(Job::new(JobId(id), role, Arc::downgrade(&jobs)));
     let (view, chunk) = {

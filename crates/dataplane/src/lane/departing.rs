@@ -70,8 +70,13 @@ impl<'b> Departing<'b> {
         lane: &mut Sender<'_>,
         window: &mut Gather<'b>,
         taken: &'b Taken,
-        memory: &'b RankMemory,
+        memory: Option<&'b RankMemory>,
     ) -> Result<(), LaneEnd> {
+        let Some(memory) = memory else {
+            // It was closed, and let go of it.
+            window.make_void(self.number);
+            return Ok(());
+        };
         let view = &taken.view;
         let mut process: Option<&'b EngineProcess> = None;
         for extent in in_batches(view.map.extents(taken.chunk, Side::Prefill, &view.pages)) {

@@ -30,7 +30,7 @@ pub(crate) struct Buffers {
     owners: Vec<u32>,
 }
 
-/// A window of the stream. `'b` is how long the jobs of its frames, and thus their memory, are held.
+/// A window of the stream. `'b` is how long the jobs of its frames, and their memory, are held.
 pub(crate) struct Gather<'b> {
     buffers: &'b mut Buffers,
     /// Used bytes of the staging buffer.
@@ -237,7 +237,7 @@ impl<'b> Gather<'b> {
         message.msg_iovlen = pieces.len();
         let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
         // SAFETY: every piece is in the staging buffer, which is not borrowed now, in `ZEROS`, or in a span of a mapping that
-        // the jobs of `'b` hold; the kernel only reads it.
+        // is held for `'b`; the kernel only reads it.
         let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, flags) };
         drop(passes);
         let sent = usize::try_from(sent).map_err(|_| io::Error::last_os_error())?;

@@ -142,7 +142,12 @@ impl<'b, 'l, 'r> Landing<'b, 'l, 'r> {
     fn wait(&mut self) -> Result<(), Halt> {
         self.pass = None;
         let stall = self.lane.config.stall;
-        Ok(self.lane.wait(Some(stall))?)
+        self.lane.wait(Some(stall))?;
+        // What was closed is let go now, not when the sender goes on.
+        if self.job.is_closed() {
+            return Err(Halt::Closed);
+        }
+        Ok(())
     }
 
     fn consumed(&mut self, bytes: usize) {

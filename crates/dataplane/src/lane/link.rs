@@ -107,6 +107,12 @@ impl Link {
         wake.wait(&self.socket, want, limit)
     }
 
+    /// Waits until there is room to write, whatever there is to read: where nothing more is to be read, polling for it would
+    /// return at once, again and again.
+    pub(crate) fn wait_for_room(&self, wake: &Wake, limit: Duration) -> io::Result<Waited> {
+        wake.wait(&self.socket, PollFlags::OUT, limit)
+    }
+
     /// Sends of the window what the socket takes.
     pub(crate) fn send_window(&mut self, window: &mut Gather<'_>) -> io::Result<usize> {
         if self.tls.is_none() {
@@ -239,7 +245,34 @@ impl Write for Raw<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::host;
+    use std::os::unix::net::UnixStream;
+    use std::time::Duration;
+
+    use super::{Link, host};
+    use crate::wake::Wake;
+
+    #[test]
+    fn waiting_for_room_is_not_ended_by_what_can_be_read() {
+        let (near, mut far) = UnixStream::pair().unwrap();
+        near.set_nonblocking(true).unwrap();
+        let mut link = Link::accepted(near.into());
+        while link.send(&[0; 4096]).is_ok() {}
+        std::io::Write::write_all(&mut far, b"more").unwrap();
+        let wake = Wake::new().unwrap();
+        let limit = Duration::from_millis(5);
+        let waited = link.wait_for_room(&wake, limit).unwrap();
+        assert!(!waited.readable && !waited.writable, "{waited:?}");
+        assert!(link.wait(&wake, true, limit).unwrap().readable);
+        let mut all = vec![0; 1 << 20];
+        let _ = std::io::Read::read(&mut far, &mut all).unwrap();
+        while !link
+            .wait_for_room(&wake, Duration::from_secs(20))
+            .unwrap()
+            .writable
+        {
+            let _ = std::io::Read::read(&mut far, &mut all).unwrap();
+        }
+    }
 
     #[test]
     fn a_peer_is_named_by_its_host() {

@@ -28,6 +28,9 @@ pub(crate) enum LaneEnd {
     /// Bytes were due, and nothing moved.
     #[error("nothing moved for {0:?}")]
     Stalled(std::time::Duration),
+    /// Pages of a closed job were due to be let go, and hardly anything moved.
+    #[error("pages of a closed transfer were held for {0:?}")]
+    Held(std::time::Duration),
     /// The other end said what it must not.
     #[error("the other end broke the lane's protocol: {0}")]
     Violation(&'static str),

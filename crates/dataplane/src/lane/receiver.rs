@@ -115,7 +115,7 @@ impl Receiver<'_> {
                 self.send_acks()?;
             }
             while self.acks.len() >= MAX_ACK_BYTES {
-                self.wait(Some(self.config.stall))?;
+                self.wait_for_room()?;
             }
         }
     }
@@ -243,13 +243,20 @@ impl Receiver<'_> {
         crc: u32,
         pieces: &mut Pieces,
     ) -> Result<Payload, LaneEnd> {
-        let Role::Receive { memory, .. } = &job.role else {
+        let memory = match &job.role {
+            Role::Receive { memory, .. } => memory.get(),
+            _ => None,
+        };
+        let Some(memory) = memory else {
             self.discard(header.bytes)?;
             return Ok(Payload::Stopped(Verdict::Unknown));
         };
         let mut landing = Landing::new(self, job, pieces, header, crc);
-        let landed = landing.land(header, view, memory);
+        let landed = landing.land(header, view, &memory);
         let left = landing.left();
+        // Draining what is left may take long.
+        drop(landing);
+        drop(memory);
         match landed {
             Ok(landed) => Ok(Payload::Landed(landed)),
             Err(Halt::Lane(end)) => Err(end),
@@ -293,6 +300,18 @@ impl Receiver<'_> {
             return Err(LaneEnd::Told);
         }
         Ok(())
+    }
+
+    /// Waits until acknowledgements can be sent, and sends them: what there is to read has to wait.
+    fn wait_for_room(&mut self) -> Result<(), LaneEnd> {
+        match self.config.stall.saturating_sub(self.moved.elapsed()) {
+            Duration::ZERO => return Err(LaneEnd::Stalled(self.config.stall)),
+            left => self.link.wait_for_room(&self.start.wake, left)?,
+        };
+        if self.start.wake.is_ending() {
+            return Err(LaneEnd::Told);
+        }
+        self.send_acks()
     }
 
     fn send_acks(&mut self) -> Result<(), LaneEnd> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_handshake::Code;
 
-use crate::job::{Role, Trouble};
+use crate::job::{Job, Role, Trouble};
 use crate::lane::departing::Departing;
 use crate::lane::frame::{ACK_BYTES, Ack, HELLO, HELLO_BYTES, Verdict, hello};
 use crate::lane::gather::{Buffers, Gather};
@@ -23,6 +23,9 @@ const MAX_UNACKED: usize = 4096;
 /// Most chunks of one batch, and how many bytes fill one.
 const BATCH_CHUNKS: usize = 64;
 const BATCH_BYTES: u64 = 512 << 10;
+
+/// How long pages of closed jobs are held for the sake of the others on the lane: it moves on or is destroyed.
+const MAX_HELD: Duration = Duration::from_millis(500);
 
 /// Batches after which acknowledgements are looked for.
 const ACKS_EACH: u32 = 8;
@@ -67,6 +70,10 @@ pub(super) struct Sender<'l> {
     left: &'l mut Left,
     /// When something last moved.
     moved: Instant,
+    /// Whose pages are held by the batch that is being sent.
+    holding: Vec<Arc<Job>>,
+    /// Since when one of them is known to be closed.
+    held: Option<Instant>,
 }
 
 /// A sending end's life. What it leaves is put into `left` as it goes.
@@ -84,6 +91,8 @@ pub(crate) fn run(config: &Config, start: &Start, left: &mut Left) -> LaneEnd {
         acks: Inbox::new(),
         left,
         moved: Instant::now(),
+        holding: Vec::new(),
+        held: None,
     };
     match sender.serve() {
         Ok(never) => match never {},
@@ -191,6 +200,18 @@ impl Sender<'_> {
         }
     }
 
+    /// How long the pages of closed jobs may be held from now on.
+    fn held_limit(&mut self) -> Result<Duration, LaneEnd> {
+        if !self.holding.iter().any(|job| job.is_closed()) {
+            return Ok(Duration::MAX);
+        }
+        let since = self.held.get_or_insert_with(Instant::now);
+        match MAX_HELD.saturating_sub(since.elapsed()) {
+            Duration::ZERO => Err(LaneEnd::Held(MAX_HELD)),
+            limit => Ok(limit),
+        }
+    }
+
     /// Sends the chunks of a batch, whole, whatever becomes of their jobs meanwhile.
     fn send_batch(&mut self, batch: &[Taken], buffers: &mut Buffers) -> Result<(), LaneEnd> {
         // All are this lane's from here on, should it break.
@@ -204,14 +225,32 @@ impl Sender<'_> {
         if before == 0 {
             self.moved = Instant::now();
         }
+        self.held = None;
+        self.holding.clear();
+        self.holding
+            .extend(batch.iter().map(|taken| Arc::clone(&taken.job)));
+        let sent = self.send_frames(batch, buffers);
+        self.holding.clear();
+        sent
+    }
+
+    fn send_frames(&mut self, batch: &[Taken], buffers: &mut Buffers) -> Result<(), LaneEnd> {
+        // Held until the window, which points into it, is sent.
+        let memories: Vec<_> = batch
+            .iter()
+            .map(|taken| match &taken.job.role {
+                Role::Send { memory, .. } => memory.get(),
+                _ => None,
+            })
+            .collect();
         let mut window = Gather::new(buffers, self.link.is_direct());
         let mut unsent = batch.len();
-        for taken in batch {
-            let Role::Send { slot, memory, .. } = &taken.job.role else {
+        for (taken, memory) in batch.iter().zip(&memories) {
+            let Role::Send { slot, .. } = &taken.job.role else {
                 continue;
             };
             let mut frame = Departing::begin(self, &mut window, taken, *slot)?;
-            frame.pages(self, &mut window, taken, memory)?;
+            frame.pages(self, &mut window, taken, memory.as_deref())?;
             let counted = frame.end(self, &mut window)?;
             // Acknowledgements come in the order of frames, so those of this batch are the last ones.
             let at = self.left.unacked.len() - unsent;
@@ -241,7 +280,8 @@ impl Sender<'_> {
     }
 
     fn wait_for_room(&mut self) -> Result<(), LaneEnd> {
-        let waited = self.link.wait(&self.start.wake, true, self.stall_limit()?)?;
+        let limit = self.stall_limit()?.min(self.held_limit()?);
+        let waited = self.link.wait(&self.start.wake, true, limit)?;
         if self.start.wake.is_ending() {
             return Err(LaneEnd::Told);
         }

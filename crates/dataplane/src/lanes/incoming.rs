@@ -179,6 +179,15 @@ impl Incoming {
         }
     }
 
+    /// Wakes all ends.
+    pub(super) fn nudge(&self) {
+        for known in self.lanes.values() {
+            if let State::Open { wake, .. } = &known.state {
+                wake.wake();
+            }
+        }
+    }
+
     /// The channel broke: all ends end, and no grant is good any more.
     pub(super) fn down(&mut self) {
         for known in self.lanes.values_mut() {

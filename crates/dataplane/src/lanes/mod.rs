@@ -24,6 +24,8 @@ pub(crate) const MAX_LANES: u16 = 64;
 pub(crate) struct Lanes {
     /// Where the peer is, while its channel is up.
     host: Option<IpAddr>,
+    /// Since when it is known that the channel is not up.
+    down_since: Option<Instant>,
     /// Counts the channel's lives.
     life: u64,
     outgoing: outgoing::Outgoing,
@@ -76,6 +78,7 @@ impl Lanes {
         if self.host.is_none() {
             self.life += 1;
         }
+        self.down_since = None;
         self.host = Some(host);
         self.life
     }
@@ -100,6 +103,16 @@ impl Lanes {
             Some(_) => self.outgoing.open(now, config, demand, fresh),
             None => Vec::new(),
         }
+    }
+
+    /// Wakes the sending ends, so that they let go of what was closed.
+    pub(crate) fn nudge_senders(&self) {
+        self.outgoing.nudge();
+    }
+
+    /// Wakes the receiving ends, for the same.
+    pub(crate) fn nudge_receivers(&self) {
+        self.incoming.nudge();
     }
 
     /// A grant came. If it is the one that is awaited, the lane is to be connected.
@@ -183,8 +196,16 @@ impl Lanes {
         due
     }
 
+    /// Since when it is known that the channel is not up.
+    pub(crate) fn down_since(&self) -> Option<Instant> {
+        self.down_since
+    }
+
     /// Time passed: repeats what was not answered, forgets grants that nobody used. Gives when to come again.
     pub(crate) fn tick(&mut self, now: Instant, config: &Config) -> (Vec<LaneMessage>, Option<Instant>) {
+        if self.host.is_none() {
+            self.down_since.get_or_insert(now);
+        }
         let mut next: Option<Instant> = None;
         let mut at = |when: Instant| next = Some(next.map_or(when, |next| next.min(when)));
         let messages = self.outgoing.tick(now, config, &mut at);

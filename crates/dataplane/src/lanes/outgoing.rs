@@ -244,6 +244,15 @@ impl Outgoing {
         messages
     }
 
+    /// Wakes all ends.
+    pub(super) fn nudge(&self) {
+        for lane in &self.lanes {
+            if let State::Open { wake, .. } = &lane.state {
+                wake.wake();
+            }
+        }
+    }
+
     /// The channel broke: all ends end, and what is in doubt stays so.
     pub(super) fn down(&mut self) {
         for lane in self.lanes.drain(..) {

@@ -5,6 +5,7 @@
 mod faults;
 mod fences;
 mod hostile;
+mod let_go;
 mod lifecycle;
 mod pair;
 mod processes;

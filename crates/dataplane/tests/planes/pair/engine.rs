@@ -89,6 +89,11 @@ impl Engine {
 }
 
 impl Rank {
+    /// A region's memfd.
+    pub(crate) fn file(&self, region: u16) -> &File {
+        &self.regions[&region]
+    }
+
     /// Writes a pattern that depends on rank, region and place.
     pub(crate) fn fill(&self, seed: u64) {
         for (region, file) in &self.regions {
