@@ -12,7 +12,7 @@ pub(crate) struct Round {
 /// A path against its reference, for one page size.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Line {
-    pub(crate) path: &'static str,
+    pub(crate) path: String,
     pub(crate) page_bytes: usize,
     pub(crate) pages: usize,
     pub(crate) rounds: usize,
@@ -39,7 +39,7 @@ fn median(values: impl IntoIterator<Item = f64>) -> f64 {
 
 impl Line {
     pub(crate) fn new(
-        path: &'static str,
+        path: String,
         page_bytes: usize,
         pages: usize,
         reference: &[Round],
