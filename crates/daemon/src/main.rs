@@ -110,6 +110,8 @@ async fn run(config: Config) -> anyhow::Result<()> {
 struct Signals {
     terminated: Signal,
     interrupted: Signal,
+    /// Its terminal is gone. Not told, it would end at once, with transfers open.
+    hung_up: Signal,
 }
 
 impl Signals {
@@ -117,6 +119,7 @@ impl Signals {
         Ok(Signals {
             terminated: signal(SignalKind::terminate()).context("SIGTERM")?,
             interrupted: signal(SignalKind::interrupt()).context("SIGINT")?,
+            hung_up: signal(SignalKind::hangup()).context("SIGHUP")?,
         })
     }
 
@@ -125,6 +128,7 @@ impl Signals {
         tokio::select! {
             _ = self.terminated.recv() => "SIGTERM",
             _ = self.interrupted.recv() => "SIGINT",
+            _ = self.hung_up.recv() => "SIGHUP",
         }
     }
 }

@@ -377,7 +377,7 @@ pub(super) const KEYS: &[Key] = &[
     Key {
         name: "grace_ms",
         kind: Kind::Integer,
-        doc: "After SIGTERM or SIGINT, open transfers may go on for so long before they are ended with shutdown; a second \
+        doc: "After SIGTERM, SIGINT or SIGHUP, open transfers may go on for so long before they are ended with shutdown; a second \
               signal ends them at once. Milliseconds.",
         example: "",
         set: |config, value| millis(value, 0).map(|grace| config.grace = grace),

@@ -198,7 +198,7 @@ fn what_cannot_start_says_why() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn signals_drain_and_end_with_0() {
-    for signal in [Signal::TERM, Signal::INT] {
+    for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
         let directory = tempfile::tempdir().unwrap();
         let socket = directory.path().join("kvferryd.sock");
         let program = Program::start(&socket, &["--grace-ms=200"]);
