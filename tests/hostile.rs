@@ -19,7 +19,8 @@ use kvferry_tests::node::{Cluster, Options, free_port};
 use kvferry_tests::pattern::Stamp;
 use kvferry_tests::proxy::{Proxy, mutate};
 use kvferry_tests::raw::{RawEngine, call, framed, hello, raise_fd_limit, throw_at};
-use kvferry_tests::wait::{PATIENCE, by_width, seed, within};
+use kvferry_tests::wait::{PATIENCE, within};
+use kvferry_tests::width::{by_width, seed};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 

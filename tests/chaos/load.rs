@@ -10,7 +10,8 @@ use kvferry_tests::engine::{End, Engine, fetch_request, named, tokens};
 use kvferry_tests::memory::Kind;
 use kvferry_tests::node::Place;
 use kvferry_tests::pattern::Stamp;
-use kvferry_tests::wait::{by_width, within};
+use kvferry_tests::wait::within;
+use kvferry_tests::width::by_width;
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 

@@ -18,7 +18,8 @@ use kvferry_tests::memory::Kind;
 use kvferry_tests::node::{Cluster, Footprint, Node, Options, Place, free_port};
 use kvferry_tests::pattern::Stamp;
 use kvferry_tests::proxy::Proxy;
-use kvferry_tests::wait::{PATIENCE, by_width, seed, within};
+use kvferry_tests::wait::{PATIENCE, within};
+use kvferry_tests::width::{by_width, seed};
 
 use crate::harm::Harm;
 use crate::load::{Load, Tally};

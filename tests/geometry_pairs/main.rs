@@ -1,3 +1,4 @@
+//! The pairs of docs/geometry-pairs.md.
 //! Geometry pairs that people really run, and what must come out, through the built `kvferry`: `check` under
 //! both policies, and for each linked pair `plan`, whose moves an independent program applies and compares
 //! with an element-by-element copy. Model sizes are real except for the number of layers of large models.

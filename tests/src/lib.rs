@@ -27,3 +27,4 @@ pub mod proxy;
 pub mod raw;
 pub mod rows;
 pub mod wait;
+pub mod width;

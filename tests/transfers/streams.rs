@@ -7,7 +7,8 @@ use kvferry_tests::geometry::{hybrid, launch};
 use kvferry_tests::memory::Kind;
 use kvferry_tests::node::Options;
 use kvferry_tests::pattern::Stamp;
-use kvferry_tests::wait::{PATIENCE, by_width, seed, within};
+use kvferry_tests::wait::{PATIENCE, within};
+use kvferry_tests::width::{by_width, seed};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 

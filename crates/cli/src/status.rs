@@ -195,6 +195,7 @@ mod tests {
                 lanes: 2,
                 sent_bytes: 5 << 20,
                 received_bytes: 0,
+                send_calls: 0,
             }],
             counts: vec![("regions".into(), 2)],
         };

@@ -366,6 +366,8 @@ pub struct PeerStatus {
     pub sent_bytes: u64,
     /// Bytes received from it.
     pub received_bytes: u64,
+    /// System calls that sent bytes to it.
+    pub send_calls: u64,
 }
 
 impl Fault {

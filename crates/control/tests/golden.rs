@@ -279,6 +279,7 @@ fn responses() {
                 lanes: 1,
                 sent_bytes: 2,
                 received_bytes: 3,
+                send_calls: 4,
             }],
             counts: vec![("regions".into(), 4)],
         }))),

@@ -34,6 +34,7 @@ pub(crate) struct Metrics {
     refusals: Counters,
     peer_sent: Counters,
     peer_received: Counters,
+    peer_calls: Counters,
     peer_lanes: Gauges,
     peers: Gauges,
     ranks: Gauges,
@@ -139,6 +140,11 @@ impl Metrics {
             "peer, path",
             "Bytes that went to a peer and were acknowledged.",
         );
+        let peer_calls = declared.counter(
+            "kvferry_peer_send_calls_total",
+            "peer, path",
+            "System calls that sent bytes to a peer. Each gathers many rows, where they are short.",
+        );
         let peer_received = declared.counter(
             "kvferry_peer_received_bytes_total",
             "peer, path",
@@ -174,6 +180,7 @@ impl Metrics {
             refusals,
             peer_sent,
             peer_received,
+            peer_calls,
             peer_lanes,
             peers,
             ranks,
@@ -233,6 +240,7 @@ impl Metrics {
     fn copy(&self, status: &Status) {
         self.peer_sent.clear();
         self.peer_received.clear();
+        self.peer_calls.clear();
         for gauges in [
             &self.peer_lanes,
             &self.peers,
@@ -252,6 +260,7 @@ impl Metrics {
             self.peer_received
                 .get_or_create(&labels)
                 .inc_by(peer.received_bytes);
+            self.peer_calls.get_or_create(&labels).inc_by(peer.send_calls);
             self.peer_lanes
                 .get_or_create(&vec![("peer", peer.address.clone())])
                 .set(peer.lanes.into());
@@ -342,6 +351,7 @@ mod tests {
                 lanes: 2,
                 sent_bytes: 7,
                 received_bytes: 9,
+                send_calls: 2,
             }],
             engines: vec![EngineStatus {
                 engine: "e".into(),

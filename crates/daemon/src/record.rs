@@ -58,6 +58,7 @@ pub(crate) fn peers(states: &[(PeerAddress, &'static str)], traffic: &[PeerTraff
             lanes: 0,
             sent_bytes: 0,
             received_bytes: 0,
+            send_calls: 0,
         })
         .collect();
     for of in traffic {
@@ -71,12 +72,14 @@ pub(crate) fn peers(states: &[(PeerAddress, &'static str)], traffic: &[PeerTraff
                     lanes: 0,
                     sent_bytes: 0,
                     received_bytes: 0,
+                    send_calls: 0,
                 });
                 peers.len() - 1
             });
         peers[at].lanes = u32::try_from(of.lanes).unwrap_or(u32::MAX);
         peers[at].sent_bytes = of.sent_bytes;
         peers[at].received_bytes = of.received_bytes;
+        peers[at].send_calls = of.send_calls;
     }
     peers
 }

@@ -80,4 +80,6 @@ pub struct PeerTraffic {
     pub resent_chunks: u64,
     /// Lanes that broke.
     pub lost_lanes: u64,
+    /// System calls that sent payload. Each gathers many rows, where they are short.
+    pub send_calls: u64,
 }

@@ -43,6 +43,7 @@ pub(crate) struct Traffic {
     received: AtomicU64,
     resent: AtomicU64,
     lost: AtomicU64,
+    sends: AtomicU64,
 }
 
 impl Peer {
@@ -170,6 +171,16 @@ impl Traffic {
 
     pub(crate) fn lost(&self) {
         self.lost.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A system call took pages.
+    pub(crate) fn called(&self) {
+        self.sends.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// System calls that took pages.
+    pub(crate) fn sends(&self) -> u64 {
+        self.sends.load(Ordering::Relaxed)
     }
 
     /// Bytes sent, bytes received, chunks sent again, lanes lost.

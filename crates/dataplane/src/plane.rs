@@ -322,6 +322,7 @@ impl DataPlane {
                 received_bytes,
                 resent_chunks,
                 lost_lanes,
+                send_calls: peer.traffic.sends(),
             }
         });
         peers.collect()

@@ -25,8 +25,7 @@ macro_rules! codes {
             /// The catalogue entry.
             pub fn entry(self) -> Entry {
                 match self {
-                    $(Code::$variant => Entry {
-                        code: self, name: $name, area: Area::$area, retry: Retry::$retry,
+                    $(Code::$variant => Entry { name: $name, area: Area::$area, retry: Retry::$retry,
                         means: $means, trigger: $trigger, fix: $fix,
                     },)*
                 }
@@ -64,8 +63,6 @@ pub enum Retry {
 /// A catalogue entry.
 #[derive(Clone, Copy, Debug)]
 pub struct Entry {
-    /// The code.
-    pub code: Code,
     /// Its stable name.
     pub name: &'static str,
     /// Where it comes up.

@@ -246,16 +246,6 @@ impl HeadSpan {
     pub fn end(&self) -> u32 {
         self.first + self.count
     }
-
-    /// The heads that both spans hold.
-    pub fn intersect(&self, other: &HeadSpan) -> Option<HeadSpan> {
-        let first = self.first.max(other.first);
-        let end = self.end().min(other.end());
-        (first < end).then(|| HeadSpan {
-            first,
-            count: end - first,
-        })
-    }
 }
 
 impl Dcp {

@@ -42,7 +42,8 @@ const AREAS: &[(Area, &str, &str)] = &[
 pub fn errors_page() -> String {
     let mut page = String::from(
         "# Errors\n\nEvery refusal and failure carries a stable code. `kvferry explain CODE` prints its entry. \
-         This page is generated from the catalogue in `crates/handshake/src/catalogue.rs`; do not edit it by hand.\n\n\
+         This page is generated from the catalogue in `crates/handshake/src/catalogue.rs`; do not edit it by \
+         hand: `KVFERRY_WRITE_DOCS=1 cargo test -p kvferry-handshake --test catalogue` writes it again.\n\n\
          *Retry* says whether trying again unchanged can help.\n",
     );
     for (area, title, about) in AREAS {

@@ -22,6 +22,7 @@ mod spans;
 mod transfer;
 mod validate;
 mod verdict;
+mod versions;
 mod wire;
 
 pub use catalogue::{Area, Code, Entry, Retry};
@@ -43,7 +44,5 @@ pub use spans::spans;
 pub use transfer::{ABSENT, PageLists, Ready, TokenRange};
 pub use validate::{EnvelopeFault, InvalidEnvelope};
 pub use verdict::{Mismatch, Outcome, Policy, Verdict};
-pub use wire::{
-    FRAME_HEADER, Frames, MAX_ENVELOPE, MAX_PAYLOAD, NoCommonVersion, Versions, WireError, decode, encode,
-    frame,
-};
+pub use versions::{NoCommonVersion, Versions};
+pub use wire::{FRAME_HEADER, Frames, MAX_ENVELOPE, MAX_PAYLOAD, WireError, decode, encode, frame};

@@ -1,10 +1,8 @@
 //! Wire form: bincode 2, fixed-width little-endian, with a decode limit, consumed to the last byte; frames
-//! with a length before them; and the versions that two sides have in common.
+//! with a length before them.
 
-use std::fmt;
-
+use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
 
 use crate::catalogue::Code;
 use crate::envelope::Envelope;
@@ -196,51 +194,6 @@ impl Frames {
         self.announced = None;
         Ok(Some(std::mem::take(&mut self.payload)))
     }
-
-    /// Whether the stream is inside a frame: ending here would cut it.
-    pub fn is_inside(&self) -> bool {
-        self.announced.is_some() || !self.header.is_empty()
-    }
-}
-
-/// The protocol versions that a side speaks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Versions {
-    /// Lowest.
-    pub lowest: u32,
-    /// Highest.
-    pub highest: u32,
-}
-
-/// Two sides speak no version in common: [`Code::ProtocolVersion`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no common protocol version: this side speaks {ours}, the other {theirs}; upgrade the older side")]
-pub struct NoCommonVersion {
-    /// What this side speaks.
-    pub ours: Versions,
-    /// What the other side speaks.
-    pub theirs: Versions,
-}
-
-impl Versions {
-    /// The highest version that both sides speak.
-    pub fn common(self, theirs: Versions) -> Result<u32, NoCommonVersion> {
-        let lowest = self.lowest.max(theirs.lowest);
-        let highest = self.highest.min(theirs.highest);
-        if lowest > highest {
-            return Err(NoCommonVersion { ours: self, theirs });
-        }
-        Ok(highest)
-    }
-}
-
-impl fmt::Display for Versions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.lowest == self.highest {
-            true => write!(f, "{}", self.lowest),
-            false => write!(f, "{} to {}", self.lowest, self.highest),
-        }
-    }
 }
 
 #[cfg(test)]
@@ -264,17 +217,16 @@ mod tests {
                 assert!(piece.is_empty());
             }
             assert_eq!(got, [b"abc".to_vec(), vec![], b"d".to_vec()], "step {step}");
-            assert!(!frames.is_inside());
         }
     }
 
     #[test]
-    fn a_frame_that_is_not_whole_is_inside() {
+    fn a_frame_that_is_not_whole_is_kept() {
         let mut frames = Frames::new(100);
         for byte in [3u8, 0, 0, 0, b'a', b'b'] {
             assert_eq!(frames.take(&mut [byte].as_slice()), Ok(None));
-            assert!(frames.is_inside());
         }
+        assert_eq!(frames.take(&mut b"c".as_slice()), Ok(Some(b"abc".to_vec())));
     }
 
     #[test]
@@ -320,18 +272,5 @@ mod tests {
         let mut announced = (MAX_PAYLOAD as u64 + 1).to_le_bytes().to_vec();
         announced.push(0);
         assert!(decode::<Vec<u8>>(&announced).is_err());
-    }
-
-    #[test]
-    fn the_highest_common_version_is_spoken() {
-        let speaks = |lowest, highest| Versions { lowest, highest };
-        assert_eq!(speaks(1, 3).common(speaks(2, 5)), Ok(3));
-        assert_eq!(speaks(2, 5).common(speaks(1, 3)), Ok(3));
-        assert_eq!(speaks(1, 1).common(speaks(1, 1)), Ok(1));
-        let error = speaks(1, 2).common(speaks(3, 4)).unwrap_err().to_string();
-        assert!(error.contains("1 to 2") && error.contains("3 to 4"), "{error}");
-        assert!(speaks(3, 4).common(speaks(1, 2)).is_err());
-        // A range that runs backwards is no version at all.
-        assert!(speaks(1, 9).common(speaks(5, 4)).is_err());
     }
 }

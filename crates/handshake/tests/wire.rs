@@ -74,7 +74,7 @@ fn golden<T: Serialize + DeserializeOwned + PartialEq + Debug>(name: &str, value
         .join("tests/golden")
         .join(format!("{name}.hex"));
     let bytes = encode(value).unwrap();
-    if std::env::var_os("KVFERRY_BLESS_GOLDEN").is_some() {
+    if std::env::var_os("KVFERRY_WRITE_GOLDEN").is_some() {
         let lines: Vec<String> = bytes.chunks(32).map(hex).collect();
         fs::write(&path, lines.join("\n") + "\n").unwrap();
     }

@@ -304,7 +304,7 @@ fn unhex(text: &str) -> Vec<u8> {
         .collect()
 }
 
-/// `GOLDEN=write` writes them; never change one of a release.
+/// `KVFERRY_WRITE_GOLDEN=1` writes them; never change one of a release.
 #[test]
 fn golden_frames() {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -312,7 +312,7 @@ fn golden_frames() {
         let message = message(body);
         let bytes = message.to_bytes().unwrap();
         let path = folder.join(format!("{name}.hex"));
-        if std::env::var("GOLDEN").is_ok_and(|what| what == "write") {
+        if std::env::var_os("KVFERRY_WRITE_GOLDEN").is_some() {
             std::fs::create_dir_all(&folder).unwrap();
             std::fs::write(&path, hex(&bytes)).unwrap();
         }

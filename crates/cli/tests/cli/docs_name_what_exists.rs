@@ -40,6 +40,68 @@ fn every_path_and_link_exists() {
     assert!(missing.is_empty(), "these do not exist:\n{}", missing.join("\n"));
 }
 
+fn words_in_quotes(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2)
+}
+
+/// The tour names files by their whole path, and functions and types that are there.
+#[test]
+fn the_tour_of_the_code_names_whole_paths_and_what_is_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let tour = fs::read_to_string(root.join("docs/one-page.md")).unwrap();
+    let mut sources = String::new();
+    collect(&root.join("crates"), &mut sources);
+    let (mut named, mut wrong) = (0, Vec::new());
+    for word in words_in_quotes(&tour) {
+        if word.ends_with(".rs") || word.ends_with('/') {
+            named += 1;
+            if !word.contains("crates/") {
+                wrong.push(word);
+            }
+        } else if !word.contains(' ') && word != "kvferry" {
+            named += 1;
+            // `Type::function`, `Type` or a word of the protocol.
+            let (of, name) = word
+                .rsplit_once("::")
+                .map_or((None, word), |(of, name)| (Some(of), name));
+            let event = |name: &str| format!("Event::{}{}", name[..1].to_ascii_uppercase(), &name[1..]);
+            let function = |name: &str| sources.contains(&format!("fn {name}("));
+            let is_type = |name: &str| {
+                ["struct", "enum", "trait"]
+                    .iter()
+                    .any(|kind| sources.contains(&format!("{kind} {name} ")))
+            };
+            let there = match of {
+                Some(of) => is_type(of) && function(name),
+                // Else an event.
+                None => function(name) || is_type(name) || sources.contains(&event(name)),
+            };
+            if !there {
+                wrong.push(word);
+            }
+        }
+    }
+    assert!(named > 40, "only {named} words found: the search is broken");
+    assert!(
+        wrong.is_empty(),
+        "no whole paths, or not in the sources: {wrong:?}"
+    );
+}
+
+/// All sources of the crates, one after the other.
+fn collect(folder: &Path, sources: &mut String) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            if path.file_name().is_some_and(|name| name != "tests") {
+                collect(&path, sources);
+            }
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            sources.push_str(&fs::read_to_string(&path).unwrap());
+        }
+    }
+}
+
 #[test]
 fn the_example_of_the_plan_page_prints_what_the_page_shows() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");

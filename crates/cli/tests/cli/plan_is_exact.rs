@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use crate::program::{Programs, page_lists};
-use kvferry_handshake::{Dcp, Element, Envelope, Kind, Launch, ModelShape, Order, Role, Unit};
+use kvferry_handshake::{Cached, Dcp, Element, Envelope, Kind, Launch, ModelShape, Order, Role, Unit};
 use serde_json::Value;
 
 /// What a row is: component, layer, part, token (or slot), head.
@@ -32,29 +32,37 @@ fn rows(
         };
         let dcp_rank = if component.dcp.size > 1 { rank.dcp_rank } else { 0 };
         for (entry, page) in (0u64..).zip(&lists[group]).filter(|(_, page)| **page != u32::MAX) {
-            for slot in 0..in_page {
-                let local = entry * in_page + slot;
-                // Of a state, the slot; else, by the definition in docs/envelope.md, the token of this local index.
-                let token = match component.unit {
-                    Unit::Slot => entry,
-                    _ => (0..)
+            for position in 0..in_page {
+                // By the definition in docs/envelope.md, the token of a local index.
+                let global = |local: u64| {
+                    (0..)
                         .filter(|token| owner(component.dcp, *token) == dcp_rank)
                         .nth(local as usize)
-                        .unwrap(),
+                        .unwrap()
                 };
+                // The tokens that the row holds: one, a whole page's, or, of a state, its slot.
+                let tokens: Vec<u64> = match component.unit {
+                    Unit::Token => vec![global(entry * page_size + position)],
+                    Unit::Page => (0..page_size)
+                        .map(|of_page| global(entry * page_size + of_page))
+                        .collect(),
+                    Unit::Slot => vec![entry],
+                };
+                let token = tokens[0];
                 let first = if component.kind == Kind::Window {
                     from.max(to.saturating_sub(component.window.unwrap().into()))
                 } else {
                     from
                 };
-                let is_wanted = component.unit == Unit::Slot || (first..to).contains(&token);
+                let is_wanted =
+                    component.unit == Unit::Slot || tokens.iter().any(|token| (first..to).contains(token));
                 for (l, layer) in (0u64..).zip(&placement.layers) {
                     for (p, part) in (0u64..).zip(&placement.parts) {
                         for h in 0..placement.heads.count {
                             let s = &placement.strides;
                             let offset = placement.offset
                                 + u64::from(*page) * s.page
-                                + slot * s.token
+                                + position * s.token
                                 + u64::from(h) * s.head
                                 + p * s.part
                                 + l * s.layer;
@@ -252,6 +260,36 @@ fn windows_and_state_beside_full_attention() {
     for (from, to) in [(0, 5), (0, 23), (16, 23), (23, 23)] {
         let moves = verify(&prefill, &decode, "strict", from, to);
         assert!(moves > 0, "state moves even when every token is held");
+    }
+}
+
+/// Whole pages: opaque ones, and scales with one row a page and head. A page is wanted that holds a token asked for.
+#[test]
+fn whole_pages() {
+    let shape = ModelShape::new("m", 2).kv(0..2, 4, 8).with(
+        Cached::new("scales", Kind::Scales, 0..2, &[("k", 4, 1)])
+            .element(Element::Fp32)
+            .per_page(),
+    );
+    let (prefill, decode) = pair(&shape, Launch { tp: 4, ..small() }, Launch { tp: 2, ..small() });
+    let tiles = Cached::new("tiles", Kind::Kv, 0..2, &[("kv", 2, 48)]).opaque("amx");
+    let tiles = ModelShape::new("m", 2).with(tiles);
+    let opaque = pair(&tiles, Launch { tp: 2, ..small() }, small());
+    let dcp = Launch {
+        tp: 2,
+        dcp: Dcp {
+            size: 2,
+            interleave: 2,
+        },
+        ..small()
+    };
+    let row = Cached::new("rows", Kind::Latent, 0..1, &[("latent", 1, 40)]).per_page();
+    let split = pair(&ModelShape::new("m", 1).with(row), dcp.clone(), dcp);
+    for (prefill, decode) in [(prefill, decode), opaque, split] {
+        for (from, to) in [(0, 1), (0, 4), (0, 5), (3, 21), (4, 21), (5, 8)] {
+            let moves = verify(&prefill, &decode, "strict", from, to);
+            assert!(moves > 0, "{from}..{to}");
+        }
     }
 }
 

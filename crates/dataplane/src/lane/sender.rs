@@ -265,7 +265,10 @@ impl Sender<'_> {
     pub(super) fn drain(&mut self, window: &mut Gather<'_>) -> Result<(), LaneEnd> {
         while !window.is_empty() {
             match self.link.send_window(window) {
-                Ok(_) => self.moved = Instant::now(),
+                Ok(_) => {
+                    self.start.peer.traffic.called();
+                    self.moved = Instant::now();
+                }
                 Err(error) if would_block(&error) => self.wait_for_room()?,
                 Err(error) => return Err(error.into()),
             }
