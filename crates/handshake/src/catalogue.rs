@@ -186,19 +186,24 @@ codes! {
         fix: "State it on both sides.",
     }
     HeadCoverage = "head_coverage", Verdict, No {
-        means: "Heads that the decode side owns are owned by no prefill rank.",
-        trigger: "An envelope whose ranks do not cover all heads.",
-        fix: "Correct the placements: the prefill ranks together must hold every head.",
+        means: "Heads that an envelope declares, or that the decode side owns, have no place in any rank of the named side.",
+        trigger: "An envelope whose ranks do not cover all heads: a rank left out, or a file cut short. The decode side's is refused as well: its engine would read what nobody filled.",
+        fix: "Correct the placements: on each side, the ranks together must hold every head.",
     }
     LayerCoverage = "layer_coverage", Verdict, No {
-        means: "Layers that the decode side holds are held by no prefill rank.",
-        trigger: "Pipeline stages that leave a layer out.",
-        fix: "Correct the placements: the prefill ranks together must hold every layer.",
+        means: "Layers that an envelope declares, or that the decode side holds, have no place in any rank of the named side.",
+        trigger: "A rank or pipeline stage left out, or a rank without placements.",
+        fix: "Correct the placements: on each side, the ranks together must hold every layer.",
+    }
+    PartCoverage = "part_coverage", Verdict, No {
+        means: "A part (such as v) has no place in any rank of the named side, in layers whose other parts have one.",
+        trigger: "A placement that forgets a part.",
+        fix: "Correct the placements: on each side, the ranks together must hold every part of every layer.",
     }
     TokenCoverage = "token_coverage", Verdict, No {
-        means: "Tokens that the decode side owns are owned by no prefill rank.",
-        trigger: "A DCP rank missing among the prefill ranks.",
-        fix: "Correct dcp_rank: the prefill ranks together must hold every DCP rank.",
+        means: "Tokens have no place in any rank of the named side: nobody there is their DCP rank.",
+        trigger: "A DCP rank missing, or dcp_rank lines forgotten, so that all ranks are DCP rank 0.",
+        fix: "Correct dcp_rank: on each side, the ranks together must be every DCP rank.",
     }
     // --- attaching and registering
     EngineNameTaken = "engine_name_taken", Attach, Yes {

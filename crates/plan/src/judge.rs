@@ -36,7 +36,7 @@ fn adds(compared: &[Mismatch], found: &Mismatch) -> bool {
     let component = |field: &str| field.split('.').nth(1).map(str::to_owned);
     let coverage = matches!(
         found.code,
-        Code::HeadCoverage | Code::LayerCoverage | Code::TokenCoverage
+        Code::HeadCoverage | Code::LayerCoverage | Code::PartCoverage | Code::TokenCoverage
     );
     let follows = compared.iter().any(|mismatch| {
         let same = component(&mismatch.field) == component(&found.field);

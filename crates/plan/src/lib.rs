@@ -12,7 +12,7 @@
 //! Nothing is built per (layer, page) before it is walked: chunks and extents are computed on demand.
 //!
 //! To read it: `link` makes streams out of what `owners` groups and `spread` deals out, and `coverage` proves
-//! them; `stream` is what they are, `tokens` which tokens two ranks have in common and where; `grid` and `chunks`
+//! them; `whole` asks whether each engine has a place for what it declares; `stream` is what they are, `tokens` which tokens two ranks have in common and where; `grid` and `chunks`
 //! number, `walk` goes through a chunk's bytes.
 
 #![forbid(unsafe_code)]
@@ -30,6 +30,7 @@ mod spread;
 mod stream;
 mod tokens;
 mod walk;
+mod whole;
 
 pub use chunks::{ChunkMap, MAX_CHUNKS};
 pub use judge::judge;

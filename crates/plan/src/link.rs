@@ -1,6 +1,6 @@
 //! The plan of a link: from two envelopes to streams.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use kvferry_handshake::{Dcp, Envelope, Mismatch, Placement, Unit};
@@ -11,7 +11,7 @@ use crate::pages::PageRules;
 use crate::spread::{Assignment, spread};
 use crate::stream::{Axis, Both, LayerBase, SOURCE, Stream, TARGET, inner_steps};
 use crate::tokens::{Share, TokenSet};
-use crate::{CHUNK_BYTES, PLANNER_VERSION, coverage, soundness};
+use crate::{CHUNK_BYTES, PLANNER_VERSION, coverage, soundness, whole};
 
 /// Most layers, times parts, of all streams of a link: far above any engine, low enough for a hostile envelope.
 const MOST_PLACED: usize = 1 << 22;
@@ -40,7 +40,8 @@ pub(crate) struct Pair<'a> {
 }
 
 impl LinkPlan {
-    /// Plans a link. Fails with *every* mismatch in coverage, never just the first.
+    /// Plans a link. Fails with *every* mismatch in coverage, never just the first: what the decode side wants and
+    /// no prefill rank has, and what a side declares without a place for it.
     pub fn new(prefill: &Envelope, decode: &Envelope) -> Result<LinkPlan, Vec<Mismatch>> {
         LinkPlan::with_chunk_bytes(prefill, decode, CHUNK_BYTES)
     }
@@ -55,12 +56,20 @@ impl LinkPlan {
         soundness::check(envelopes)?;
         let (pairs, mut mismatches) = pair_components(envelopes);
         let mut streams = Vec::new();
+        let mut lacking = HashSet::new();
         for pair in &pairs {
+            let before = mismatches.len();
             match pair.plan(&mut streams) {
                 Ok(gaps) => mismatches.extend(gaps.into_mismatches(pair)),
                 Err(mismatch) => mismatches.push(*mismatch),
             }
+            if mismatches.len() > before {
+                lacking.insert(pair.at[SOURCE]);
+            }
         }
+        // What nobody on the decode side asks for has not been looked at yet.
+        whole::check(envelopes, SOURCE, |at| lacking.contains(&at), &mut mismatches);
+        whole::check(envelopes, TARGET, |_| false, &mut mismatches);
         if !mismatches.is_empty() {
             return Err(mismatches);
         }

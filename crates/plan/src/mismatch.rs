@@ -105,7 +105,8 @@ pub(crate) fn check_carriable(pair: &Pair<'_>) -> Result<(), Box<Mismatch>> {
 /// Everything of one component that the decode side owns and no prefill rank holds.
 #[derive(Default)]
 pub(crate) struct Gaps {
-    layers: BTreeSet<u32>,
+    /// By part, at its position on the decode side.
+    layers: BTreeMap<u16, BTreeSet<u32>>,
     /// By missing DCP rank, and first and number of heads.
     rows: BTreeMap<(Option<u32>, u32, u32), Missing>,
 }
@@ -120,7 +121,9 @@ struct Missing {
 impl Gaps {
     /// No prefill rank has the group's layers.
     pub(crate) fn layers(&mut self, group: &Group) {
-        self.layers.extend(group.planes.iter().map(|plane| plane.layer));
+        for plane in &group.planes {
+            self.layers.entry(plane.part).or_default().insert(plane.layer);
+        }
     }
 
     /// Rows that are missing in these layers.
@@ -135,22 +138,7 @@ impl Gaps {
         let name = &pair.component(TARGET).name;
         let mut mismatches = Vec::new();
         if !self.layers.is_empty() {
-            let held: BTreeSet<u32> = pair.envelopes[SOURCE]
-                .ranks
-                .iter()
-                .flat_map(|rank| &rank.placements)
-                .filter(|placement| placement.component == pair.at[SOURCE])
-                .flat_map(|placement| placement.layers.iter().copied())
-                .collect();
-            mismatches.push(new(
-                Code::LayerCoverage,
-                format!("component.{name}.layers"),
-                [
-                    format!("ranks hold layers {}", ranges(&held)),
-                    format!("ranks also own layers {}", ranges(&self.layers)),
-                ],
-                "those layers would stay unwritten".to_owned(),
-            ));
+            missing_layers(pair, &self.layers, &mut mismatches);
         }
         for ((class, first, count), Missing { layers, wanter }) in self.rows {
             let heads: BTreeSet<u32> = (first..first + count).collect();
@@ -184,8 +172,52 @@ impl Gaps {
     }
 }
 
+/// Layers that no prefill rank has; parts that no rank has of layers of which it has others.
+fn missing_layers(pair: &Pair<'_>, missing: &BTreeMap<u16, BTreeSet<u32>>, mismatches: &mut Vec<Mismatch>) {
+    let target = pair.component(TARGET);
+    let held: BTreeSet<u32> = pair.envelopes[SOURCE]
+        .ranks
+        .iter()
+        .flat_map(|rank| &rank.placements)
+        .filter(|placement| placement.component == pair.at[SOURCE])
+        .flat_map(|placement| placement.layers.iter().copied())
+        .collect();
+    let whole: BTreeSet<u32> = missing
+        .values()
+        .flatten()
+        .copied()
+        .filter(|layer| !held.contains(layer))
+        .collect();
+    if !whole.is_empty() {
+        mismatches.push(new(
+            Code::LayerCoverage,
+            format!("component.{}.layers", target.name),
+            [
+                format!("ranks hold layers {}", ranges(&held)),
+                format!("ranks also own layers {}", ranges(&whole)),
+            ],
+            "those layers would stay unwritten".to_owned(),
+        ));
+    }
+    for (part, layers) in missing {
+        let Some(part) = target.parts.get(usize::from(*part)) else {
+            continue;
+        };
+        let layers: BTreeSet<u32> = layers.intersection(&held).copied().collect();
+        if !layers.is_empty() {
+            let of = format!("part {} of layers {}", part.name, ranges(&layers));
+            mismatches.push(new(
+                Code::PartCoverage,
+                format!("component.{}.part.{}", target.name, part.name),
+                [format!("no rank has {of}"), format!("ranks own {of}")],
+                "that part would stay unwritten".to_owned(),
+            ));
+        }
+    }
+}
+
 /// `0-3, 7`.
-fn ranges(numbers: &BTreeSet<u32>) -> String {
+pub(crate) fn ranges(numbers: &BTreeSet<u32>) -> String {
     let mut text = String::new();
     let mut numbers = numbers.iter().copied().peekable();
     while let Some(first) = numbers.next() {
