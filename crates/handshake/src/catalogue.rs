@@ -310,7 +310,7 @@ codes! {
     PagesInvalid = "pages_invalid", Transfer, No {
         means: "A page list does not fit: an id outside the pool, a page twice, or too few or too many pages.",
         trigger: "Publish or fetch with such a list.",
-        fix: "Give, per page group, one page id per page of local tokens, each below pool_pages; a fetch names each page once.",
+        fix: "Give, per page group, one page id per page of local tokens, each below pool_pages, and name each page once (groups that share a pool share no page).",
     }
     PageAbsent = "page_absent", Transfer, No {
         means: "The decode side wants tokens whose page is absent at the prefill side.",

@@ -33,14 +33,17 @@ struct GroupRule {
     slots: bool,
 }
 
-/// Checks one rank's page lists for the first `tokens` tokens: the number of groups, ids in the pool,
-/// enough entries; on the decode side (`unique`) not too many and no page twice.
+/// Checks one rank's page lists for the first `tokens` tokens: the number of groups, ids in the pool, no page twice,
+/// enough entries; on the decode side (`exact`) not too many either, whereas a publish may run ahead of what is ready.
+///
+/// A page holds one piece of one group's tokens at a time, so that a page named twice would pass for two things on
+/// the prefill side, too. Lists of different transfers may share pages (a common prefix).
 pub fn check_pages(
     envelope: &Envelope,
     rank: u32,
     pages: &PageLists,
     tokens: u64,
-    unique: bool,
+    exact: bool,
 ) -> Result<(), PlanError> {
     let rules = PageRules::new(envelope, rank).ok_or_else(|| PlanError {
         code: Code::PagesInvalid,
@@ -50,8 +53,9 @@ pub fn check_pages(
         ),
     })?;
     rules.check(pages, tokens)?;
-    if unique {
-        rules.check_unique(pages, tokens)?;
+    rules.check_unique(pages)?;
+    if exact {
+        rules.check_length(pages, tokens)?;
     }
     Ok(())
 }
@@ -139,9 +143,11 @@ impl PageRules {
                 return Err(self.invalid(
                     group,
                     format!(
-                        "{} entries, but {tokens} tokens take {needed} pages of {} tokens",
+                        "{} entries, but {} take {} of {}",
                         list.len(),
-                        group.page_size
+                        counted(tokens, "token"),
+                        counted(needed, "page"),
+                        counted(group.page_size, "token"),
                     ),
                 ));
             }
@@ -155,22 +161,28 @@ impl PageRules {
         Ok(())
     }
 
-    /// What a decode rank's lists must keep besides: no more entries than the prompt can take, and no page twice.
-    fn check_unique(&self, pages: &PageLists, tokens: u64) -> Result<(), PlanError> {
+    /// What a decode rank's lists must keep besides: no more entries than the prompt can take.
+    fn check_length(&self, pages: &PageLists, tokens: u64) -> Result<(), PlanError> {
         for (group, list) in self.groups.iter().zip(&pages.groups) {
             let most = group.most(tokens);
-            if most.is_some_and(|most| list.len() as u64 > most) {
+            if let Some(most) = most.filter(|most| list.len() as u64 > *most) {
                 return Err(self.invalid(
                     group,
                     format!(
-                        "{} entries, but {tokens} tokens take at most {} pages of {} tokens",
+                        "{} entries, but {} take at most {} of {}",
                         list.len(),
-                        most.unwrap_or(0),
-                        group.page_size
+                        counted(tokens, "token"),
+                        counted(most, "page"),
+                        counted(group.page_size, "token"),
                     ),
                 ));
             }
         }
+        Ok(())
+    }
+
+    /// No page twice in a list, nor in those of groups that share a pool.
+    fn check_unique(&self, pages: &PageLists) -> Result<(), PlanError> {
         // Groups that share a pool must not share a page either.
         let mut pools: BTreeMap<u16, (&GroupRule, Vec<&[u32]>)> = BTreeMap::new();
         for (group, list) in self.groups.iter().zip(&pages.groups) {
@@ -181,7 +193,14 @@ impl PageRules {
         }
         for (group, lists) in pools.into_values() {
             if let Some(id) = repeated(&lists, group.pool) {
-                return Err(self.invalid(group, format!("page {id} of its pool is named twice")));
+                let who = match lists.len() {
+                    1 => "",
+                    _ => ", by it or by a group that shares its pool",
+                };
+                return Err(self.invalid(
+                    group,
+                    format!("page {id} is named twice{who}; a page holds one thing at a time"),
+                ));
             }
         }
         Ok(())
@@ -213,6 +232,12 @@ impl GroupRule {
         let widest = self.shares.iter().map(|share| u64::from(share.dcp.size)).min()?;
         Some(tokens.div_ceil(self.page_size.max(1).saturating_mul(widest.max(1))))
     }
+}
+
+/// `1 page`, `2 pages`.
+fn counted(count: u64, noun: &str) -> String {
+    let plural = if count == 1 { "" } else { "s" };
+    format!("{count} {noun}{plural}")
 }
 
 /// The first entry that is neither absent nor in the pool.
