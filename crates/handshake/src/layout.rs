@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use crate::envelope::{Component, Envelope, Placement, Unit};
+use crate::spans::spans;
 
 /// The order of tokens (N), heads (H) and elements (D) inside one page of one layer and part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -27,17 +28,17 @@ impl fmt::Display for Order {
     }
 }
 
-/// The orders that a component's ranks use, part by part.
+/// The orders that a component's ranks use, by part and layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PageOrder {
-    parts: BTreeMap<String, BTreeSet<Order>>,
+    parts: BTreeMap<String, BTreeMap<u32, BTreeSet<Order>>>,
 }
 
 impl PageOrder {
-    /// The order of component `at`. A part has none where no rank holds more than one token and more
+    /// The order of component `at`. A layer's part has none where no rank holds more than one token and more
     /// than one head in a page.
     pub(crate) fn of(envelope: &Envelope, at: u16) -> PageOrder {
-        let mut parts: BTreeMap<String, BTreeSet<Order>> = BTreeMap::new();
+        let mut parts: BTreeMap<String, BTreeMap<u32, BTreeSet<Order>>> = BTreeMap::new();
         let Some(component) = envelope.components.get(usize::from(at)) else {
             return PageOrder { parts };
         };
@@ -59,47 +60,90 @@ impl PageOrder {
                     let Some(declared) = component.parts.get(usize::from(*part)) else {
                         continue;
                     };
-                    let again = placement.layers.iter().fold(false, |again, layer| {
-                        let first = placed.insert((*layer, *part));
-                        again || !first
-                    });
-                    let order = match placement.heads.count {
-                        _ if again => Order::HeadsApart,
-                        1 => continue,
-                        _ if placement.strides.token >= placement.strides.head => Order::Nhd,
-                        _ => Order::Hnd,
-                    };
-                    parts.entry(declared.name.clone()).or_default().insert(order);
+                    for layer in &placement.layers {
+                        let again = !placed.insert((*layer, *part));
+                        let order = match placement.heads.count {
+                            _ if again => Order::HeadsApart,
+                            1 => continue,
+                            _ if placement.strides.token >= placement.strides.head => Order::Nhd,
+                            _ => Order::Hnd,
+                        };
+                        let layers = parts.entry(declared.name.clone()).or_default();
+                        layers.entry(*layer).or_default().insert(order);
+                    }
                 }
             }
         }
         PageOrder { parts }
     }
 
-    /// Whether both put tokens and heads in the same order wherever both have one.
-    pub(crate) fn same(&self, other: &PageOrder) -> bool {
-        self.parts
-            .iter()
-            .all(|(part, orders)| match other.parts.get(part) {
-                Some(others) => orders == others && orders.len() == 1,
-                None => true,
-            })
+    /// Where tokens and heads do not come in the same order though both sides have one: in words, each
+    /// side's. Layers and parts are named unless it is all of them. `None` where they agree.
+    pub(crate) fn differences(&self, other: &PageOrder) -> Option<[String; 2]> {
+        let mut agree = false;
+        let mut found: BTreeMap<[&BTreeSet<Order>; 2], BTreeMap<Vec<u32>, Vec<&str>>> = BTreeMap::new();
+        for (part, layers) in &self.parts {
+            let mut of_part: BTreeMap<[&BTreeSet<Order>; 2], Vec<u32>> = BTreeMap::new();
+            for (layer, orders) in layers {
+                let Some(others) = other.parts.get(part).and_then(|layers| layers.get(layer)) else {
+                    continue;
+                };
+                // Heads of one layer in several orders cannot be told apart by rank: never taken as equal.
+                if orders == others && orders.len() == 1 {
+                    agree = true;
+                } else {
+                    of_part.entry([orders, others]).or_default().push(*layer);
+                }
+            }
+            for (orders, layers) in of_part {
+                found
+                    .entry(orders)
+                    .or_default()
+                    .entry(layers)
+                    .or_default()
+                    .push(part);
+            }
+        }
+        let everywhere = !agree && found.len() == 1;
+        let mut said = [Vec::new(), Vec::new()];
+        for (orders, places) in &found {
+            let named = places
+                .iter()
+                .map(|(layers, parts)| format!("{} of layers {}", parts.join(" and "), spans(layers)))
+                .collect::<Vec<_>>()
+                .join(", ");
+            for (said, orders) in said.iter_mut().zip(orders) {
+                said.push(match everywhere {
+                    true => names(orders),
+                    false => format!("{named}: {}", names(orders)),
+                });
+            }
+        }
+        (!found.is_empty()).then(|| said.map(|side| side.join("; ")))
+    }
+}
+
+fn names(orders: &BTreeSet<Order>) -> String {
+    match orders.len() {
+        1 => orders.iter().map(Order::to_string).collect(),
+        _ => {
+            let all: Vec<String> = orders.iter().map(Order::to_string).collect();
+            format!("{} by rank", all.join(" and "))
+        }
     }
 }
 
 impl fmt::Display for PageOrder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let all: Vec<String> = self
-            .parts
-            .values()
-            .map(|orders| {
-                orders
-                    .iter()
-                    .map(Order::to_string)
-                    .collect::<Vec<_>>()
-                    .join(" and ")
-            })
-            .collect();
+        let of_part = |layers: &BTreeMap<u32, BTreeSet<Order>>| {
+            let orders: BTreeSet<&Order> = layers.values().flatten().collect();
+            orders
+                .iter()
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
+                .join(" and ")
+        };
+        let all: Vec<String> = self.parts.values().map(of_part).collect();
         match all.first() {
             None => f.write_str("free"),
             Some(first) if all.iter().all(|other| other == first) => f.write_str(first),

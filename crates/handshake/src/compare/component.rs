@@ -250,12 +250,13 @@ impl Pair<'_> {
     }
 
     fn layout(&self, [p, d]: [PageOrder; 2], found: &mut Differences) {
-        if p.same(&d) || self.by_token() == Gravity::Refused {
+        if self.by_token() == Gravity::Refused {
             return;
         }
-        let why = "pages hold the same bytes in another order: copied page by page, one token's heads would be \
-                   read as another's";
-        let values = [p.to_string(), d.to_string()];
-        found.add(self.difference(Gravity::Bridgeable, Code::Layout, "layout", values, why));
+        if let Some(values) = p.differences(&d) {
+            let why = "pages hold the same bytes in another order: copied page by page, one token's heads would be \
+                       read as another's";
+            found.add(self.difference(Gravity::Bridgeable, Code::Layout, "layout", values, why));
+        }
     }
 }
