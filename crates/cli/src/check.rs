@@ -61,14 +61,25 @@ impl Pair {
 pub struct Check {
     #[command(flatten)]
     pair: Pair,
-    /// Print the verdict as JSON
+    /// Print the verdict as JSON; where a file is wrong, an object with what is wrong under `errors`
     #[arg(long)]
     json: bool,
 }
 
 impl Check {
     pub(crate) fn run(&self, out: &mut impl Write) -> anyhow::Result<Exit> {
-        let (prefill, decode) = self.pair.read()?;
+        let (prefill, decode) = match self.pair.read() {
+            Ok(pair) => pair,
+            Err(error) => {
+                if self.json {
+                    let told = format!("{error:#}");
+                    let errors: Vec<&str> = told.lines().collect();
+                    serde_json::to_writer_pretty(&mut *out, &serde_json::json!({ "errors": errors }))?;
+                    writeln!(out)?;
+                }
+                return Err(error);
+            }
+        };
         let (verdict, _) = judge(&prefill, &decode, self.pair.policy.into());
         if self.json {
             serde_json::to_writer_pretty(&mut *out, &verdict)?;

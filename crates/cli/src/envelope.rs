@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use kvferry_handshake::{ConvertOptions, Framework, MAX_CONFIG, Role, convert};
 
 use crate::bounded::read_text;
-use crate::exit::{Exit, bad_input};
+use crate::exit::{Exit, bad_input, tell};
 use crate::text::labelled;
 
 /// Makes an envelope file from a model's config.json and the engine's launch command.
@@ -92,7 +92,7 @@ impl EnvelopeOf {
             Some(path) => fs::write(path, file)
                 .map_err(|error| bad_input(format!("--output {}: {error}", path.display())))?,
         }
-        let mut told = std::io::stderr().lock();
+        let mut told = Vec::new();
         if !converted.notes.is_empty() {
             writeln!(told, "What could not be known, and was assumed:")?;
         }
@@ -100,6 +100,7 @@ impl EnvelopeOf {
             writeln!(told, "  {}", note.field)?;
             labelled(&mut told, "", &note.text)?;
         }
+        tell(String::from_utf8_lossy(&told));
         Ok(Exit::Done)
     }
 

@@ -1,6 +1,7 @@
 //! Exit codes, and the errors that lead to them.
 
 use std::fmt;
+use std::io::Write as _;
 use std::process::ExitCode;
 
 /// How a command ended. The numbers are part of the interface: scripts rely on them.
@@ -54,4 +55,10 @@ pub fn of_error(error: &anyhow::Error) -> Exit {
         .filter_map(|cause| cause.downcast_ref::<std::io::Error>())
         .any(|io| io.kind() == std::io::ErrorKind::BrokenPipe);
     if closed { Exit::Done } else { Exit::Failed }
+}
+
+/// Writes to standard error. That it cannot be written to (closed, or on a full disk) changes nothing of what the
+/// command did: `eprintln!` would panic.
+pub fn tell(text: impl fmt::Display) {
+    let _ = write!(std::io::stderr().lock(), "{text}");
 }

@@ -13,7 +13,7 @@ fn main() -> ExitCode {
         Err(error) => {
             let exit = kvferry_cli::exit::of_error(&error);
             if exit != kvferry_cli::exit::Exit::Done {
-                eprintln!("kvferry: {error:#}");
+                kvferry_cli::exit::tell(format_args!("kvferry: {error:#}\n"));
             }
             exit.into()
         }

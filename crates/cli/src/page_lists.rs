@@ -3,17 +3,20 @@
 //! `kv=3,7,9-20,-` names pages 3, 7, 9 to 20 and one absent page for page group `kv`; `-*4` is four absent
 //! pages. Several groups are separated by `;`, or the flag is repeated. An engine with one page group may leave the
 //! name out. `@file.json` reads `{"kv": [3, 7, null]}` (null: absent), or a plain list. `2:kv=...` and
-//! `2:@file.json` are for rank 2 alone.
+//! `2:@file.json` are for rank 2 alone; of the groups that it does not name, it has the lists of all ranks.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::Path;
 
 use anyhow::Context as _;
 use kvferry_handshake::{ABSENT, Envelope, PageGroup, PageLists};
 use kvferry_plan::MAX_PAGE_ENTRIES;
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
 use crate::bounded::read_text;
 use crate::exit::bad_input;
+use crate::text::counted;
 
 /// Most bytes of a file of lists: a full one, its ids written out.
 const MAX_JSON: usize = 256 << 20;
@@ -21,8 +24,10 @@ const MAX_JSON: usize = 256 << 20;
 /// The page lists of one engine's ranks: those for all ranks, and those for one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RankedLists {
-    all: Option<PageLists>,
-    ranks: BTreeMap<u32, PageLists>,
+    /// Names of the page groups.
+    names: Vec<String>,
+    all: Groups,
+    ranks: BTreeMap<u32, Groups>,
 }
 
 type Groups = BTreeMap<usize, Vec<u32>>;
@@ -30,55 +35,72 @@ type Groups = BTreeMap<usize, Vec<u32>>;
 impl RankedLists {
     /// Reads the values of one flag, which is named in errors.
     pub(crate) fn parse(flag: &str, values: &[String], envelope: &Envelope) -> anyhow::Result<RankedLists> {
-        let mut given: BTreeMap<Option<u32>, Groups> = BTreeMap::new();
+        let groups = &envelope.page_groups;
+        let mut lists = RankedLists {
+            names: groups.iter().map(|group| group.name.clone()).collect(),
+            all: Groups::new(),
+            ranks: BTreeMap::new(),
+        };
         for value in values {
-            let (rank, lists) = split_rank(value);
-            if let Some(rank) = rank
-                && usize::try_from(rank).map_or(true, |rank| rank >= envelope.ranks.len())
-            {
-                let ranks = envelope.ranks.len();
-                return Err(bad_input(format!(
-                    "{flag}: rank {rank} is not one of the engine's {ranks} ranks"
-                )));
-            }
-            let groups = given.entry(rank).or_default();
-            let named = match lists.strip_prefix('@') {
-                Some(path) => read_json(path, &envelope.page_groups)
-                    .map_err(|error| bad_input(format!("{flag} @{path}: {error:#}")))?,
-                None => parse_groups(lists, &envelope.page_groups)
-                    .map_err(|error| bad_input(format!("{flag}: {error:#}")))?,
-            };
-            for (group, pages) in named {
-                if groups.insert(group, pages).is_some() {
-                    let name = &envelope.page_groups[group].name;
+            // `0:a=1;b=2;1:a=3`: a rank's number holds until the next one.
+            let mut rank = None;
+            let file = split_rank(value).1.starts_with('@');
+            for one in value.split(|c: char| c == ';' && !file) {
+                let (prefix, text) = split_rank(one.trim());
+                rank = prefix.or(rank);
+                if let Some(rank) = rank
+                    && usize::try_from(rank).map_or(true, |rank| rank >= envelope.ranks.len())
+                {
+                    let ranks = counted(envelope.ranks.len(), "rank");
                     return Err(bad_input(format!(
-                        "{flag}: page group {name} is given twice; give it once"
+                        "{flag}: there is no rank {rank}; the engine has {ranks}, from 0"
                     )));
                 }
+                let named = match text.strip_prefix('@') {
+                    Some(path) => read_json(path, groups)
+                        .map_err(|error| bad_input(format!("{flag} @{path}: {error:#}")))?,
+                    None => {
+                        parse_group(text, groups).map_err(|error| bad_input(format!("{flag}: {error:#}")))?
+                    }
+                };
+                lists.add(flag, rank, named)?;
             }
         }
-        let mut all = None;
-        let mut ranks = BTreeMap::new();
-        for (rank, groups) in given {
-            let lists = complete(groups, &envelope.page_groups)
-                .map_err(|error| bad_input(format!("{flag}: {error:#}")))?;
-            match rank {
-                None => all = Some(lists),
-                Some(rank) => {
-                    ranks.insert(rank, lists);
-                }
-            }
-        }
-        Ok(RankedLists { all, ranks })
+        Ok(lists)
     }
 
-    /// The lists of one rank.
+    fn add(&mut self, flag: &str, rank: Option<u32>, named: Groups) -> anyhow::Result<()> {
+        let given = match rank {
+            None => &mut self.all,
+            Some(rank) => self.ranks.entry(rank).or_default(),
+        };
+        for (group, pages) in named {
+            if given.insert(group, pages).is_some() {
+                let name = &self.names[group];
+                let rank = rank.map_or(String::new(), |rank| format!(" for rank {rank}"));
+                return Err(bad_input(format!(
+                    "{flag}: page group {name} is given twice{rank}; give it once"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// The lists of one rank: its own, and those for all ranks of the groups that it has none of.
     pub(crate) fn of(&self, flag: &str, rank: u32) -> anyhow::Result<PageLists> {
-        let lists = self.ranks.get(&rank).or(self.all.as_ref());
-        lists.cloned().ok_or_else(|| {
-            bad_input(format!(
-                "{flag}: no lists for rank {rank}; add {rank}:GROUP=LIST, or lists for all ranks"
-            ))
+        let own = self.ranks.get(&rank);
+        let list = |(at, name): (usize, &String)| {
+            let list = own.and_then(|own| own.get(&at)).or_else(|| self.all.get(&at));
+            list.cloned().ok_or_else(|| {
+                bad_input(format!(
+                    "{flag}: rank {rank} has no list for page group {name}; add {name}=LIST ({name}= for an empty one), \
+                     or {rank}:{name}=LIST for this rank alone"
+                ))
+            })
+        };
+        let groups = self.names.iter().enumerate().map(list);
+        Ok(PageLists {
+            groups: groups.collect::<anyhow::Result<_>>()?,
         })
     }
 }
@@ -120,35 +142,14 @@ fn only_group(groups: &[PageGroup]) -> anyhow::Result<usize> {
     Ok(0)
 }
 
-fn complete(mut given: Groups, groups: &[PageGroup]) -> anyhow::Result<PageLists> {
-    let mut lists = Vec::with_capacity(groups.len());
-    for (at, group) in groups.iter().enumerate() {
-        let list = given.remove(&at);
-        lists.push(list.with_context(|| {
-            format!(
-                "no list for page group {0}; add {0}=LIST ({0}= for an empty one)",
-                group.name
-            )
-        })?);
-    }
-    Ok(PageLists { groups: lists })
-}
-
-fn parse_groups(text: &str, groups: &[PageGroup]) -> anyhow::Result<Groups> {
-    let mut lists = Groups::new();
-    for one in text.split(';') {
-        let (group, entries) = match one.split_once('=') {
-            Some((name, entries)) => (group_named(name.trim(), groups)?, entries),
-            None => (only_group(groups)?, one),
-        };
-        let pages = parse_entries(entries).with_context(|| format!("page group {}", groups[group].name))?;
-        anyhow::ensure!(
-            lists.insert(group, pages).is_none(),
-            "page group {} is given twice; give it once",
-            groups[group].name
-        );
-    }
-    Ok(lists)
+/// `GROUP=LIST`, or a list alone.
+fn parse_group(text: &str, groups: &[PageGroup]) -> anyhow::Result<Groups> {
+    let (group, entries) = match text.split_once('=') {
+        Some((name, entries)) => (group_named(name.trim(), groups)?, entries),
+        None => (only_group(groups)?, text),
+    };
+    let pages = parse_entries(entries).with_context(|| format!("page group {}", groups[group].name))?;
+    Ok(Groups::from([(group, pages)]))
 }
 
 /// `3,7,9-20,-,-*4`.
@@ -216,16 +217,49 @@ fn read_json(path: &str, groups: &[PageGroup]) -> anyhow::Result<Groups> {
         let plain: JsonList = serde_json::from_str(&text).context(expected)?;
         return Ok(Groups::from([list(only_group(groups)?, plain)?]));
     }
-    let lists: BTreeMap<String, JsonList> = serde_json::from_str(&text).context(expected)?;
+    let Named(lists) = serde_json::from_str(&text).context(expected)?;
     lists
         .into_iter()
         .map(|(name, named)| list(group_named(&name, groups)?, named))
         .collect()
 }
 
+/// `{"GROUP": LIST, ...}`, each group once: a map would keep the last of two and say nothing.
+struct Named(BTreeMap<String, JsonList>);
+
+impl<'de> Deserialize<'de> for Named {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Named, D::Error> {
+        struct Groups;
+
+        impl<'de> Visitor<'de> for Groups {
+            type Value = Named;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("page lists by group")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Named, A::Error> {
+                let mut lists = BTreeMap::new();
+                while let Some(name) = map.next_key::<String>()? {
+                    let list = map.next_value()?;
+                    if lists.contains_key(&name) {
+                        return Err(A::Error::custom(format!("page group {name} is given twice")));
+                    }
+                    lists.insert(name, list);
+                }
+                Ok(Named(lists))
+            }
+        }
+
+        deserializer.deserialize_map(Groups)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs;
+
+    use kvferry_handshake::{Launch, ModelShape};
 
     use super::*;
 
@@ -272,23 +306,60 @@ mod tests {
     #[test]
     fn groups_by_name_or_the_only_one() {
         let two = groups(&["kv", "window"]);
-        let lists = parse_groups("window=-,4;kv=1-2", &two).unwrap();
-        assert_eq!(
-            complete(lists, &two).unwrap().groups,
-            vec![vec![1, 2], vec![ABSENT, 4]]
-        );
-        assert_eq!(parse_groups("1,2", &groups(&["kv"])).unwrap()[&0], [1, 2]);
+        assert_eq!(parse_group("window=-,4", &two).unwrap()[&1], [ABSENT, 4]);
+        assert_eq!(parse_group("-,2", &groups(&["kv"])).unwrap()[&0], [ABSENT, 2]);
 
-        let error = format!("{:#}", parse_groups("1,2", &two).unwrap_err());
+        let error = format!("{:#}", parse_group("1,2", &two).unwrap_err());
         assert!(error.contains("kv, window"), "{error}");
-        let error = format!("{:#}", parse_groups("wind=1", &two).unwrap_err());
+        let error = format!("{:#}", parse_group("wind=1", &two).unwrap_err());
         assert!(error.contains("wind") && error.contains("kv, window"), "{error}");
-        assert!(parse_groups("kv=1;kv=2", &two).is_err());
-        let error = format!(
-            "{:#}",
-            complete(parse_groups("kv=1", &two).unwrap(), &two).unwrap_err()
+    }
+
+    fn engine(ranks: u32, names: &[&str]) -> Envelope {
+        let launch = Launch {
+            tp: ranks,
+            ..Launch::default()
+        };
+        let mut envelope = launch.envelope(&ModelShape::new("m", 1).kv(0..1, 4, 64)).unwrap();
+        envelope.page_groups = groups(names);
+        envelope
+    }
+
+    fn lists(values: &[&str]) -> anyhow::Result<RankedLists> {
+        let values: Vec<String> = values.iter().map(|value| (*value).to_owned()).collect();
+        RankedLists::parse("--pages", &values, &engine(2, &["kv", "window"]))
+    }
+
+    #[test]
+    fn a_rank_has_its_own_lists_and_otherwise_those_of_all() {
+        let of = |values: &[&str], rank| lists(values).unwrap().of("--pages", rank).unwrap().groups;
+        let two = "0:kv=1;window=2;1:kv=3;window=4";
+        assert_eq!(of(&[two], 0), [[1], [2]]);
+        assert_eq!(of(&[two], 1), [[3], [4]]);
+        let some = ["kv=1;window=2", "1:window=5"];
+        assert_eq!(of(&some, 0), [[1], [2]]);
+        assert_eq!(of(&some, 1), [[1], [5]]);
+    }
+
+    #[test]
+    fn what_is_missing_or_doubled_names_group_and_rank() {
+        let missing = lists(&["kv=1", "1:window=5"])
+            .unwrap()
+            .of("--pages", 0)
+            .unwrap_err();
+        assert!(
+            missing.to_string().contains("rank 0") && missing.to_string().contains("window="),
+            "{missing}"
         );
-        assert!(error.contains("window="), "{error}");
+        for values in [&["kv=1;kv=2"][..], &["kv=1", "kv=2"], &["1:kv=1;1:kv=2"]] {
+            let error = lists(values).unwrap_err().to_string();
+            assert!(error.contains("kv is given twice"), "{error}");
+        }
+        let error = lists(&["kv=1;2:kv=1"]).unwrap_err().to_string();
+        assert!(
+            error.contains("no rank 2") && error.contains("2 ranks"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -312,6 +383,8 @@ mod tests {
         assert!(read("[1]", &["kv", "window"]).is_err());
         assert!(read(r#"{"kv": [-1]}"#, &["kv"]).is_err());
         assert!(read(r#"{"kv": [1], "x": []}"#, &["kv"]).is_err());
+        let error = format!("{:#}", read(r#"{"kv": [1], "kv": [2]}"#, &["kv"]).unwrap_err());
+        assert!(error.contains("kv is given twice"), "{error}");
         assert!(read_json("/nonexistent/pages.json", &groups(&["kv"])).is_err());
         let long = format!("[{}0]", "0,".repeat(MAX_PAGE_ENTRIES));
         let error = read(&long, &["kv"]).unwrap_err().to_string();

@@ -5,11 +5,11 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use clap::Args;
-use kvferry_handshake::{Envelope, TokenRange};
-use kvferry_plan::{ChunkMap, LinkPlan, Move, check_pages, judge};
+use kvferry_handshake::{ABSENT, Component, Envelope, PageLists, TokenRange, Unit};
+use kvferry_plan::{ChunkMap, LinkPlan, MAX_TOKENS, Move, check_pages, judge};
 
 use crate::check::Pair;
-use crate::exit::{Exit, bad_input};
+use crate::exit::{Exit, bad_input, tell};
 use crate::page_lists::RankedLists;
 use crate::text::{bytes, counted};
 
@@ -25,22 +25,22 @@ const DECODE_PAGES: &str = "--decode-pages";
 /// PAGES: one list per page group, as GROUP=LIST: `pages=3,7,9-20`. Entry k is the page that holds the rank's tokens k*P to
 /// (k+1)*P-1, counted from token 0 of the prompt. `-` is an absent page, `-*4` four of them. Separate groups by `;` or
 /// repeat the flag; an engine with one group may leave the name out. `@file.json` reads {"pages": [3, 7, null]}. A list
-/// that only one rank uses is written RANK:GROUP=LIST.
+/// that only one rank uses is written RANK:GROUP=LIST; groups that it does not name are those of all ranks.
 #[derive(Args, Debug)]
 pub struct Plan {
     #[command(flatten)]
     pair: Pair,
     /// The decode rank that fetches
-    #[arg(long, value_name = "RANK")]
+    #[arg(long, value_name = "RANK", allow_hyphen_values = true)]
     rank: u32,
     /// Tokens wanted, FROM..TO: FROM is the first, TO is one past the last; those below FROM are held already
-    #[arg(long, value_name = "FROM..TO")]
+    #[arg(long, value_name = "FROM..TO", allow_hyphen_values = true)]
     tokens: Tokens,
     /// The prefill ranks' page lists
-    #[arg(long, value_name = "PAGES", required = true)]
+    #[arg(long, value_name = "PAGES", required = true, allow_hyphen_values = true)]
     prefill_pages: Vec<String>,
     /// The decode rank's page lists
-    #[arg(long, value_name = "PAGES", required = true)]
+    #[arg(long, value_name = "PAGES", required = true, allow_hyphen_values = true)]
     decode_pages: Vec<String>,
 }
 
@@ -85,7 +85,7 @@ impl Plan {
         let link = match link {
             Some(link) if verdict.allows() => Arc::new(link),
             _ => {
-                eprint!("{verdict}");
+                tell(&verdict);
                 return Ok(Exit::Refused);
             }
         };
@@ -102,13 +102,53 @@ impl Plan {
             }
         }
         out.flush()?;
-        eprintln!(
-            "{}, {} from {}",
+        tell(format_args!(
+            "{}, {} from {}\n",
             counted(moves, "move"),
             bytes(moved),
             ranks_named(&sources)
-        );
+        ));
+        let absent = self.not_moved(&link, &decode, &decode_lists.of(DECODE_PAGES, self.rank)?)?;
+        if absent > 0 {
+            tell(format_args!(
+                "{} ({absent} bytes) of the tokens asked for are not moved: {DECODE_PAGES} has no page, or no slot, for \
+                 them\n",
+                bytes(absent)
+            ));
+        }
         Ok(Exit::Done)
+    }
+
+    /// Bytes of the tokens asked for that would move if no page of the decode rank's lists were absent.
+    fn not_moved(&self, link: &Arc<LinkPlan>, decode: &Envelope, lists: &PageLists) -> anyhow::Result<u64> {
+        let mut whole = lists.clone();
+        for (at, list) in (0u16..).zip(&mut whole.groups) {
+            let of_group = |component: &&Component| component.page_group == at;
+            let slots = decode
+                .components
+                .iter()
+                .filter(of_group)
+                .any(|c| c.unit == Unit::Slot);
+            if slots && list.is_empty() {
+                list.push(ABSENT);
+            }
+            // Only counted with, so that any page will do.
+            list.iter_mut()
+                .filter(|page| **page == ABSENT)
+                .for_each(|page| *page = 0);
+        }
+        if whole == *lists {
+            return Ok(0);
+        }
+        let total = |lists: PageLists| {
+            let lists = Arc::new(lists);
+            link.sources(self.rank).into_iter().try_fold(0u64, |sum, rank| {
+                let map = ChunkMap::new(link, rank, self.rank, self.tokens.0, Arc::clone(&lists));
+                let map = map.map_err(|error| bad_input(error.to_string()))?;
+                Ok::<_, anyhow::Error>(sum.saturating_add(map.total_bytes()))
+            })
+        };
+        Ok(total(whole)?.saturating_sub(total(lists.clone())?))
     }
 
     fn sources(
@@ -120,6 +160,12 @@ impl Plan {
         decode_lists: &RankedLists,
     ) -> anyhow::Result<Vec<Source>> {
         let range = self.tokens.0;
+        if range.to > MAX_TOKENS {
+            return Err(bad_input(format!(
+                "--tokens {}..{}: a prompt has at most {MAX_TOKENS} tokens",
+                range.from, range.to
+            )));
+        }
         let decode_pages = Arc::new(decode_lists.of(DECODE_PAGES, self.rank)?);
         check_pages(decode, self.rank, &decode_pages, range.to, true)
             .map_err(|error| bad_input(format!("{DECODE_PAGES}: {error}")))?;
@@ -141,7 +187,7 @@ impl Plan {
 struct Source {
     rank: u32,
     map: ChunkMap,
-    pages: kvferry_handshake::PageLists,
+    pages: PageLists,
 }
 
 fn ranks_named(sources: &[Source]) -> String {

@@ -81,7 +81,7 @@ impl PageOrder {
     /// side's. Layers and parts are named unless it is all of them. `None` where they agree.
     pub(crate) fn differences(&self, other: &PageOrder) -> Option<[String; 2]> {
         let mut agree = false;
-        let mut found: BTreeMap<[&BTreeSet<Order>; 2], BTreeMap<Vec<u32>, Vec<&str>>> = BTreeMap::new();
+        let mut found: BTreeMap<[&BTreeSet<Order>; 2], Places<'_>> = BTreeMap::new();
         for (part, layers) in &self.parts {
             let mut of_part: BTreeMap<[&BTreeSet<Order>; 2], Vec<u32>> = BTreeMap::new();
             for (layer, orders) in layers {
@@ -122,6 +122,9 @@ impl PageOrder {
         (!found.is_empty()).then(|| said.map(|side| side.join("; ")))
     }
 }
+
+/// Parts, by their layers.
+type Places<'a> = BTreeMap<Vec<u32>, Vec<&'a str>>;
 
 fn names(orders: &BTreeSet<Order>) -> String {
     match orders.len() {

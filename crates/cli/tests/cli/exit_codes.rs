@@ -273,6 +273,173 @@ fn a_closed_pipe_is_no_error() {
     assert_eq!((code(&output), text(&output.stderr)), (0, String::new()));
 }
 
+/// Nothing can be told, and what was done is done: the exit code is what it would be.
+#[test]
+fn standard_error_that_cannot_be_written_is_no_panic() {
+    let pair = mha();
+    let run = |arguments: &[&str]| {
+        let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        Command::new(env!("CARGO_BIN_EXE_kvferry"))
+            .args(arguments)
+            .stdout(std::process::Stdio::null())
+            .stderr(full())
+            .status()
+            .unwrap()
+            .code()
+            .unwrap()
+    };
+    let [prefill, decode] = ["prefill.toml", "decode.toml"].map(|name| pair.file(name).display().to_string());
+    let mla = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../docs/examples/mla-prefill.toml"
+    );
+    let plan = [
+        "--rank",
+        "0",
+        "--tokens",
+        "0..4",
+        "--prefill-pages",
+        "1",
+        "--decode-pages",
+        "1",
+    ];
+    let of =
+        |command: &'static str, prefill: &'static str| [command, "--prefill", prefill, "--decode"].to_vec();
+    assert_eq!(
+        run(&["check", "--prefill", "/nonexistent", "--decode", &decode]),
+        2
+    );
+    assert_eq!(
+        run(&[&["plan", "--prefill", &prefill, "--decode", &decode][..], &plan].concat()),
+        0
+    );
+    assert_eq!(run(&[of("plan", mla), vec![&decode], plan.to_vec()].concat()), 3);
+    assert_eq!(run(&["explain", "no_such_code"]), 2);
+    let config = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../docs/examples/llama-3.1-8b/config.json"
+    );
+    assert_eq!(
+        run(&["envelope", "--config", config, "--", "vllm", "serve", "m"]),
+        0
+    );
+    assert_eq!(run(&["envelope", "--config", config, "--", "x"]), 2);
+    assert_eq!(
+        run(&["status", "--wait", "0", "--socket", "/nonexistent/kvferryd.sock"]),
+        1
+    );
+}
+
+#[test]
+fn lists_may_begin_with_an_absent_page_and_what_does_not_move_is_told() {
+    let pair = mha();
+    let plan = |arguments: &[&str]| pair.run("plan", [&["--rank", "0"], arguments].concat());
+    let output = plan(&[
+        "--tokens",
+        "0..32",
+        "--prefill-pages",
+        "1,2",
+        "--decode-pages",
+        "-,4",
+    ]);
+    assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+    // A page of 16 tokens, 32 layers, keys and values, 2 heads of 128 elements of 2 bytes.
+    let told = text(&output.stderr);
+    assert!(
+        told.contains("524288 bytes") && told.contains("not moved"),
+        "{told}"
+    );
+    let output = plan(&[
+        "--tokens",
+        "0..32",
+        "--prefill-pages",
+        "1,2",
+        "--decode-pages",
+        "3,4",
+    ]);
+    assert!(
+        !text(&output.stderr).contains("not moved"),
+        "{}",
+        text(&output.stderr)
+    );
+
+    for (arguments, said) in [
+        (
+            [
+                "--tokens",
+                "0..9223372036854775808",
+                "--prefill-pages",
+                "1",
+                "--decode-pages",
+                "2",
+            ],
+            "--tokens 0..",
+        ),
+        (
+            [
+                "--tokens",
+                "0..32",
+                "--prefill-pages",
+                "1,1",
+                "--decode-pages",
+                "3,4",
+            ],
+            "--prefill-pages, rank 0",
+        ),
+        (
+            [
+                "--tokens",
+                "-1..32",
+                "--prefill-pages",
+                "1,2",
+                "--decode-pages",
+                "3,4",
+            ],
+            "FROM \"-1\"",
+        ),
+    ] {
+        let output = plan(&arguments);
+        assert_eq!(code(&output), 2);
+        assert!(
+            text(&output.stderr).contains(said),
+            "{said}: {}",
+            text(&output.stderr)
+        );
+    }
+}
+
+#[test]
+fn what_is_wrong_with_a_file_is_json_too() {
+    let pair = Programs::with_files("engine = 3", &example("mha-decode.toml"));
+    let output = pair.run("check", ["--json"]);
+    assert_eq!(code(&output), 2);
+    let told: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let errors = told["errors"].as_array().unwrap();
+    assert!(
+        errors[0]
+            .as_str()
+            .unwrap()
+            .contains("prefill.toml: line 1: file_invalid"),
+        "{told}"
+    );
+}
+
+/// Only the first of two ranks: heads 4 to 7 have no place.
+#[test]
+fn an_incomplete_file_is_refused_on_either_side() {
+    let whole = example("mha-prefill.toml").replace("\"prefill\"", "\"both\"");
+    let cut = whole[..whole.rfind("[[rank]]").unwrap()].to_owned();
+    for (prefill, decode, side) in [(&whole, &cut, "decode"), (&cut, &whole, "prefill")] {
+        let output = Programs::with_files(prefill, decode).run("check", []);
+        assert_eq!(code(&output), 3);
+        let said = text(&output.stdout);
+        assert!(
+            said.contains("head_coverage") && said.contains("heads 4-7"),
+            "{side}: {said}"
+        );
+    }
+}
+
 #[test]
 fn no_daemon_is_an_error_that_says_so() {
     let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
