@@ -50,7 +50,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Limits {
         Limits {
-            pages_per_transfer: 4 << 20,
+            pages_per_transfer: 1 << 20,
             pages: 64 << 20,
             announced_per_peer: 16 << 10,
             links: 1024,

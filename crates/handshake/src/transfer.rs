@@ -1,6 +1,9 @@
 //! What a transfer names: page lists, tokens and readiness.
 
-use serde::{Deserialize, Serialize};
+use std::fmt;
+
+use serde::de::{self, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// In a page list: no page here. The tokens it would hold are neither sent nor written.
 pub const ABSENT: u32 = u32::MAX;
@@ -9,11 +12,71 @@ pub const ABSENT: u32 = u32::MAX;
 ///
 /// Entry `k` of a list is the page id that holds the rank's local tokens `k*P .. (k+1)*P` (counted from
 /// token 0 of the prompt, held prefixes included), or the k-th slot of a group of slots; [`ABSENT`] where
-/// there is none.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// there is none. A list travels as the bytes of its entries: lists are long, and serde writes numbers one by one.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PageLists {
     /// One list per page group.
     pub groups: Vec<Vec<u32>>,
+}
+
+impl Serialize for PageLists {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.groups.iter().map(|list| ListOut(list)))
+    }
+}
+
+impl<'de> Deserialize<'de> for PageLists {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let groups = Vec::<ListIn>::deserialize(deserializer)?;
+        Ok(PageLists {
+            groups: groups.into_iter().map(|list| list.0).collect(),
+        })
+    }
+}
+
+/// Entries on their way out, little-endian.
+struct ListOut<'a>(&'a [u32]);
+
+impl Serialize for ListOut<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut bytes = vec![0; self.0.len() * ENTRY];
+        for (to, id) in bytes.as_chunks_mut::<ENTRY>().0.iter_mut().zip(self.0) {
+            *to = id.to_le_bytes();
+        }
+        serializer.serialize_bytes(&bytes)
+    }
+}
+
+/// Entries as they come in.
+struct ListIn(Vec<u32>);
+
+/// Bytes of an entry.
+const ENTRY: usize = size_of::<u32>();
+
+impl<'de> Deserialize<'de> for ListIn {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries;
+
+        impl Visitor<'_> for Entries {
+            type Value = ListIn;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("the bytes of a page list, four an entry")
+            }
+
+            fn visit_bytes<E: de::Error>(self, bytes: &[u8]) -> Result<ListIn, E> {
+                let (entries, rest) = bytes.as_chunks::<ENTRY>();
+                if !rest.is_empty() {
+                    return Err(E::invalid_length(bytes.len(), &self));
+                }
+                Ok(ListIn(
+                    entries.iter().map(|entry| u32::from_le_bytes(*entry)).collect(),
+                ))
+            }
+        }
+
+        deserializer.deserialize_bytes(Entries)
+    }
 }
 
 /// Tokens `[from, to)` of the prompt.

@@ -235,6 +235,13 @@ impl ChunkMap {
             return Err(error(Code::PagesInvalid, "it is missing".to_owned()));
         };
         let pool = self.source_pool(stream);
+        // Lists are long and nearly always whole: asked in a form that vectorises, which needs no walk.
+        if stream.unit != Unit::Slot && list.len() as u64 >= self.source_entries(stream) {
+            let whole = list.iter().fold(true, |whole, id| whole & (*id < pool));
+            if whole {
+                return Ok(());
+            }
+        }
         let wanted = self.wanted(stream);
         for run in stream.runs(self.whole_span(stream)) {
             let at = |entry: u64| usize::try_from(entry).unwrap_or(usize::MAX);
@@ -331,6 +338,13 @@ impl ChunkMap {
     fn wanted(&self, stream: &Stream) -> &[u32] {
         let list = self.fetch.pages.groups.get(usize::from(stream.groups[TARGET]));
         list.map_or(&[], Vec::as_slice)
+    }
+
+    /// Entries of the prefill rank's list that tokens up to the end take at most.
+    fn source_entries(&self, stream: &Stream) -> u64 {
+        let rank = usize::try_from(stream.prefill_rank).unwrap_or(usize::MAX);
+        let rules = self.fetch.link.rules[SOURCE].get(rank);
+        rules.map_or(u64::MAX, |rules| rules.needed(stream.groups[SOURCE], self.end))
     }
 
     fn source_pool(&self, stream: &Stream) -> u32 {

@@ -107,6 +107,12 @@ impl PageRules {
             .map_or("", |group| &group.name)
     }
 
+    /// Entries of a group's list that the first `tokens` tokens take.
+    pub(crate) fn needed(&self, group: u16, tokens: u64) -> u64 {
+        let rule = self.groups.get(usize::from(group));
+        rule.map_or(u64::MAX, |rule| rule.needed(tokens))
+    }
+
     /// The rules that both sides have.
     pub(crate) fn check(&self, pages: &PageLists, tokens: u64) -> Result<(), PlanError> {
         if tokens > MAX_TOKENS {

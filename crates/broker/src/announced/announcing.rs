@@ -1,7 +1,7 @@
 //! Announcements of fetches, at the prefill side: what can wait here for its publish is taken in.
 
 use kvferry_control::{Fault, Side, TransferId};
-use kvferry_handshake::Code;
+use kvferry_handshake::{Code, PageLists};
 use kvferry_plan::{ChunkMap, check_pages};
 
 use crate::Broker;
@@ -16,11 +16,18 @@ use crate::publishes::PublishKey;
 use crate::ranks::RankLife;
 use crate::timers::Timer;
 
+/// An announcement's page lists, which its prefill ranks share.
+enum Lists {
+    Unchecked(PageLists),
+    Held(Held),
+    Refused(Fault),
+}
+
 impl Broker {
     pub(crate) fn on_announce(&mut self, peer: &PeerAddress, incarnation: u64, announce: Announce) {
         let mut announce = announce;
         let offers = std::mem::take(&mut announce.offers);
-        let mut pages = None;
+        let mut pages = Lists::Unchecked(std::mem::take(&mut announce.pages));
         for offer in offers {
             let key = PartKey {
                 peer: peer.clone(),
@@ -59,7 +66,7 @@ impl Broker {
         key: &PartKey,
         announce: &Announce,
         offer: Offer,
-        pages: &mut Option<Held>,
+        pages: &mut Lists,
     ) -> Result<Part, PartState> {
         if let Some(cause) = self.announced.ended.get(key) {
             return Err(PartState::Failed(cause.clone()));
@@ -81,7 +88,7 @@ impl Broker {
         announce: &Announce,
         offer: Offer,
         judged: &Judgement,
-        pages: &mut Option<Held>,
+        pages: &mut Lists,
     ) -> Result<Part, Fault> {
         if self.shutting_down {
             return Err(faults::shutting_down());
@@ -118,21 +125,17 @@ impl Broker {
                 format!("{tokens:?}, at least to {least}"),
             ));
         }
+        if let Lists::Unchecked(lists) = pages {
+            let lists = std::mem::take(lists);
+            *pages = match self.take_lists(announce, judged, lists) {
+                Ok(held) => Lists::Held(held),
+                Err(cause) => Lists::Refused(cause),
+            };
+        }
         let held = match pages {
-            Some(held) => held.clone(),
-            None => {
-                // Once an announcement: its ranks share the lists.
-                self.pages.check(&announce.pages)?;
-                check_pages(
-                    &judged.envelope,
-                    announce.decode_rank,
-                    &announce.pages,
-                    tokens.to,
-                    true,
-                )
-                .map_err(faults::from_plan)?;
-                pages.insert(self.pages.take(announce.pages.clone())?).clone()
-            }
+            Lists::Held(held) => held.clone(),
+            Lists::Refused(cause) => return Err(cause.clone()),
+            Lists::Unchecked(_) => return Err(Fault::new(Code::Internal, "page lists were not checked")),
         };
         let map = if plan.targets(offer.rank).contains(&announce.decode_rank) {
             let lists = held.lists.clone();
@@ -170,6 +173,25 @@ impl Broker {
             delivered: false,
             heard: self.now,
         })
+    }
+
+    /// Checks the lists as far as this side uses them: the fetching daemon sees to it that no page is named twice.
+    fn take_lists(
+        &mut self,
+        announce: &Announce,
+        judged: &Judgement,
+        lists: PageLists,
+    ) -> Result<Held, Fault> {
+        self.pages.check(&lists)?;
+        check_pages(
+            &judged.envelope,
+            announce.decode_rank,
+            &lists,
+            announce.tokens.to,
+            false,
+        )
+        .map_err(faults::from_plan)?;
+        self.pages.take(lists)
     }
 
     /// Fetches of attempts that are over come too late.

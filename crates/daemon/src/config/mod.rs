@@ -160,7 +160,7 @@ impl Default for Limits {
             connections_per_user: 2048,
             ranks: 256,
             transfers_per_rank: 4096,
-            pages_per_transfer: 4 << 20,
+            pages_per_transfer: 1 << 20,
             pages: 64 << 20,
             announced_per_peer: 16 << 10,
             links: 1024,
