@@ -84,6 +84,13 @@ impl Broker {
                 number,
                 call,
             } => self.call(session, number, call),
+            Input::Attach {
+                session,
+                number,
+                envelope,
+                rank,
+                home,
+            } => self.attach(session, number, envelope, rank, home),
             Input::Registered {
                 session,
                 number,

@@ -6,6 +6,7 @@ use kvferry_handshake::Code;
 use crate::Broker;
 use crate::fetches::check_id;
 use crate::io::SessionId;
+use crate::stated::Stated;
 
 impl Broker {
     pub(crate) fn call(&mut self, session: SessionId, number: u64, call: Call) {
@@ -17,7 +18,9 @@ impl Broker {
             return self.answer(session, number, Err(crate::faults::shutting_down()));
         }
         match call {
-            Call::Attach { envelope, rank, home } => self.attach(session, number, envelope, rank, home),
+            Call::Attach { envelope, rank, home } => {
+                self.attach(session, number, Stated::new(*envelope), rank, home);
+            }
             Call::Unregister { region } => self.unregister(session, number, region),
             Call::Publish(publish) => self.publish(session, number, publish),
             Call::Fetch(fetch) => self.fetch(session, number, fetch),

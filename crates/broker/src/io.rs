@@ -6,7 +6,7 @@ use kvferry_control::{Answer, Call, Event, Fault, Path, Report, Side, TransferId
 use kvferry_handshake::{PageLists, Ready};
 use kvferry_plan::ChunkMap;
 
-use crate::PeerMessage;
+use crate::{PeerMessage, Stated};
 
 /// A connection of an engine's rank to this daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -40,6 +40,19 @@ pub enum Input {
         number: u64,
         /// What.
         call: Call,
+    },
+    /// A rank's `Attach` whose envelope was validated on the way. One that comes as a call is validated here.
+    Attach {
+        /// Who.
+        session: SessionId,
+        /// Number to answer with.
+        number: u64,
+        /// The engine's envelope.
+        envelope: Stated,
+        /// The rank.
+        rank: u32,
+        /// The home daemon; `None`: this one.
+        home: Option<String>,
     },
     /// A rank's `Register` whose memory the data plane has mapped and checked. Refusing it emits
     /// [`Output::Release`].

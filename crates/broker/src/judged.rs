@@ -10,6 +10,7 @@ use crate::Broker;
 use crate::ended::Memory;
 use crate::io::{Micros, PeerAddress};
 use crate::peer::{Body, EngineId, LinkAnswer};
+use crate::stated::Stated;
 
 /// For how many deadlines a verdict is remembered; then it is made again.
 const REMEMBERED: Micros = 32;
@@ -104,7 +105,7 @@ impl Broker {
         name: String,
         decode: EngineId,
         policy: Policy,
-        envelope: Option<Box<Envelope>>,
+        envelope: Option<Stated>,
         known: Option<&EngineId>,
     ) {
         let refuse = |cause: Fault| Body::NoLink {
@@ -123,7 +124,7 @@ impl Broker {
                 Ok(Some(judged)) => Body::LinkAnswer(LinkAnswer {
                     decode,
                     policy: judged.policy,
-                    envelope: (known != Some(&id)).then(|| Box::new((*ours).clone())),
+                    envelope: (known != Some(&id)).then(|| Stated::sound(&ours)),
                     engine: id,
                     verdict: judged.verdict.clone(),
                     digest: judged.digest(),
@@ -146,7 +147,7 @@ impl Broker {
         ours: &Envelope,
         decode: &EngineId,
         policy: Policy,
-        envelope: Option<Box<Envelope>>,
+        envelope: Option<Stated>,
     ) -> Result<Option<Arc<Judgement>>, Fault> {
         let known = self.judgements.get(engine, decode);
         let theirs: Arc<Envelope> = match (known, envelope) {
@@ -158,12 +159,7 @@ impl Broker {
                 }
                 known.envelope.clone()
             }
-            (_, Some(envelope)) => {
-                envelope
-                    .validate()
-                    .map_err(|invalid| Fault::new(invalid.code(), invalid.to_string()))?;
-                Arc::from(envelope)
-            }
+            (_, Some(envelope)) => envelope.valid()?.clone(),
             (None, None) => return Ok(None),
         };
         let judged = Arc::new(Judgement::new(ours, theirs, policy));
@@ -201,7 +197,7 @@ impl Broker {
         engine: &EngineId,
         decode: EngineId,
         policy: Policy,
-        envelope: Box<Envelope>,
+        envelope: Stated,
     ) {
         let lives = self.ranks.of_engine(engine);
         let Some(ours) = lives.first().and_then(|life| self.ranks.get(*life)) else {

@@ -11,7 +11,7 @@
 //! - the decode side of a transfer: `fetches`, and `wanted` for its part at each prefill rank;
 //! - the prefill side: `publishes`, `announced` for each fetch that came, `servings` for each engine served, `leases`;
 //! - what both use: `jobs` (of the data plane), `timers`, `ended` (bounded memories), `pages` (a budget), `standing` and
-//!   `faults` (causes), `peers`, `peer` and `wire` (what daemons say).
+//!   `faults` (causes), `stated` (envelopes on their way), `peers`, `peer` and `wire` (what daemons say).
 //!
 //! A fetch whose engine, or one of its ranks, is not attached yet waits for it until its deadline; everything else
 //! that an engine may rely on is in `docs/transfers.md`.
@@ -43,6 +43,7 @@ mod servings;
 mod siblings;
 mod source;
 mod standing;
+mod stated;
 mod status;
 mod timers;
 mod wanted;
@@ -56,4 +57,5 @@ pub use io::{
 pub use peer::{
     Announce, Body, EngineId, FetchState, LinkAnswer, Offer, PartState, PeerMessage, Seat, SiblingFailure,
 };
+pub use stated::Stated;
 pub use wire::OutOfBounds;

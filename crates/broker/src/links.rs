@@ -19,6 +19,7 @@ use crate::faults::from_peer;
 use crate::io::{Micros, PeerAddress};
 use crate::judged::Judgement;
 use crate::peer::{Body, EngineId};
+use crate::stated::Stated;
 use crate::timers::Timer;
 
 /// First pause before asking again; it doubles up to an eighth of the deadline.
@@ -196,7 +197,7 @@ impl Broker {
             name: key.name.clone(),
             decode: key.decode.clone(),
             policy: self.config.policy,
-            envelope: link.send_envelope.then(|| Box::new((*link.envelope).clone())),
+            envelope: link.send_envelope.then(|| Stated::sound(&link.envelope)),
             known: link.pair.as_ref().map(|pair| pair.engine.clone()),
         };
         let again = now + link.pause;
@@ -282,7 +283,7 @@ impl Broker {
     }
 
     /// The other ranks' daemons judge as well.
-    fn offer_link(&mut self, key: &LinkKey, terms: &Terms, policy: Policy, ours: &Envelope) {
+    fn offer_link(&mut self, key: &LinkKey, terms: &Terms, policy: Policy, ours: &Arc<Envelope>) {
         let daemons: BTreeSet<(PeerAddress, u64)> = terms
             .seats
             .iter()
@@ -300,13 +301,13 @@ impl Broker {
         incarnation: u64,
         terms: &Terms,
         policy: Policy,
-        ours: &Envelope,
+        ours: &Arc<Envelope>,
     ) {
         let body = Body::LinkOffer {
             engine: terms.engine.clone(),
             decode: terms.decode.clone(),
             policy,
-            envelope: Box::new(ours.clone()),
+            envelope: Stated::sound(ours),
         };
         self.say(peer, incarnation, body);
     }

@@ -67,11 +67,12 @@ impl PageBudget {
         Ok(count)
     }
 
-    pub(crate) fn take(&mut self, lists: PageLists) -> Result<Held, Fault> {
+    pub(crate) fn take(&mut self, lists: impl Into<Arc<PageLists>>) -> Result<Held, Fault> {
+        let lists = lists.into();
         let count = self.check(&lists)?;
         self.held.fetch_add(count, Ordering::Relaxed);
         Ok(Held {
-            lists: Arc::new(lists),
+            lists,
             _share: Arc::new(Share {
                 count,
                 held: self.held.clone(),

@@ -5,9 +5,13 @@
 //! message says where things stand rather than what changed. Repeats, delays and losses change nothing
 //! but the time that it takes.
 
+use std::sync::Arc;
+
 use kvferry_control::{Fault, Side, TransferId};
-use kvferry_handshake::{Envelope, PageLists, Policy, Ready, TokenRange, Verdict};
+use kvferry_handshake::{PageLists, Policy, Ready, TokenRange, Verdict};
 use serde::{Deserialize, Serialize};
+
+use crate::stated::Stated;
 
 /// A message from broker to broker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -49,7 +53,7 @@ pub enum Body {
     /// To the home: a rank attached with the sender.
     Join {
         /// The whole engine's envelope.
-        envelope: Box<Envelope>,
+        envelope: Stated,
         /// The rank.
         rank: u32,
         /// The rank's life.
@@ -151,7 +155,7 @@ pub enum Body {
         /// The sender's policy.
         policy: Policy,
         /// The decode engine's envelope; `None` where the home should remember it.
-        envelope: Option<Box<Envelope>>,
+        envelope: Option<Stated>,
         /// The life of the prefill engine whose envelope the sender has.
         known: Option<EngineId>,
     },
@@ -182,7 +186,7 @@ pub enum Body {
         /// The sender's policy.
         policy: Policy,
         /// The decode engine's envelope.
-        envelope: Box<Envelope>,
+        envelope: Stated,
     },
     /// To the home: the sender, or the daemon of another rank, refuses the pair.
     LinkFailed {
@@ -254,7 +258,7 @@ pub struct LinkAnswer {
     /// The stricter of both daemons' policies.
     pub policy: Policy,
     /// The prefill engine's envelope, unless it was known.
-    pub envelope: Option<Box<Envelope>>,
+    pub envelope: Option<Stated>,
     /// The verdict.
     pub verdict: Box<Verdict>,
     /// Digest of the plan, where the verdict allows one.
@@ -281,7 +285,7 @@ pub struct Announce {
     /// The least end that will do.
     pub least: u64,
     /// The decode rank's page lists.
-    pub pages: PageLists,
+    pub pages: Arc<PageLists>,
     /// Digest of the sender's plan.
     pub digest: [u8; 32],
     /// The prefill ranks.

@@ -11,6 +11,7 @@ use crate::io::{Micros, PeerAddress, SessionId};
 use crate::peer::{Body, EngineId};
 use crate::regions::Region;
 use crate::source::parse_address;
+use crate::stated::Stated;
 use crate::timers::Timer;
 
 /// One attachment of one rank; never reused within a daemon's life.
@@ -96,12 +97,12 @@ impl Broker {
         &mut self,
         session: SessionId,
         number: u64,
-        envelope: Box<Envelope>,
+        envelope: Stated,
         rank: u32,
         home: Option<String>,
     ) {
-        let home = match self.admit(session, &envelope, rank, home) {
-            Ok(home) => home,
+        let (envelope, home) = match self.admit(session, &envelope, rank, home) {
+            Ok(admitted) => admitted,
             Err(fault) => return self.answer(session, number, Err(fault)),
         };
         let life = RankLife(self.number());
@@ -114,7 +115,7 @@ impl Broker {
             Rank {
                 session: Some(session),
                 rank,
-                envelope: Arc::from(envelope),
+                envelope,
                 home,
                 joining: Some(joining),
                 engine: None,
@@ -129,10 +130,10 @@ impl Broker {
     fn admit(
         &self,
         session: SessionId,
-        envelope: &Envelope,
+        envelope: &Stated,
         rank: u32,
         home: Option<String>,
-    ) -> Result<PeerAddress, Fault> {
+    ) -> Result<(Arc<Envelope>, PeerAddress), Fault> {
         if self.shutting_down {
             return Err(crate::faults::shutting_down());
         }
@@ -157,9 +158,7 @@ impl Broker {
                 format!("{most} ranks are attached; raise limits.ranks if this is normal load"),
             ));
         }
-        envelope
-            .validate()
-            .map_err(|invalid| Fault::new(invalid.code(), invalid.to_string()))?;
+        let envelope = envelope.valid()?;
         let of = envelope.ranks.len();
         if usize::try_from(rank).map_or(true, |rank| rank >= of) {
             return Err(Fault::new(
@@ -190,7 +189,7 @@ impl Broker {
                 format!("rank {rank} of engine {name} is attached to this daemon already"),
             ));
         }
-        Ok(home)
+        Ok((Arc::clone(envelope), home))
     }
 
     fn join(&mut self, life: RankLife) {
@@ -198,7 +197,7 @@ impl Broker {
             return;
         };
         let body = Body::Join {
-            envelope: Box::new((*rank.envelope).clone()),
+            envelope: Stated::sound(&rank.envelope),
             rank: rank.rank,
             life: life.0,
         };

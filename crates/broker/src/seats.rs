@@ -12,6 +12,7 @@ use crate::Broker;
 use crate::disagreement::first_difference;
 use crate::io::{Micros, PeerAddress};
 use crate::peer::{Body, EngineId, Seat};
+use crate::stated::Stated;
 use crate::timers::Timer;
 
 #[derive(Debug)]
@@ -80,7 +81,7 @@ impl Broker {
         &mut self,
         peer: PeerAddress,
         incarnation: u64,
-        envelope: Box<Envelope>,
+        envelope: Stated,
         rank: u32,
         life: u64,
     ) {
@@ -95,7 +96,7 @@ impl Broker {
         &mut self,
         peer: &PeerAddress,
         incarnation: u64,
-        envelope: Box<Envelope>,
+        envelope: Stated,
         rank: u32,
         life: u64,
     ) -> Result<EngineId, Fault> {
@@ -107,9 +108,7 @@ impl Broker {
             Some(engine) if *engine.envelope == *envelope => {}
             Some(engine) => return Err(self.disagree(&name, rank, &envelope, engine.envelope.clone())),
             None => {
-                envelope
-                    .validate()
-                    .map_err(|invalid| Fault::new(invalid.code(), invalid.to_string()))?;
+                envelope.valid()?;
             }
         }
         if !envelope.ranks.iter().any(|known| known.rank == rank) {
@@ -141,6 +140,7 @@ impl Broker {
                 ),
             ));
         }
+        let envelope = Arc::clone(envelope.valid()?);
         let fresh = self.number();
         let id = EngineId {
             home: self.own().0.to_string(),
@@ -154,7 +154,7 @@ impl Broker {
             .entry(name.clone())
             .or_insert_with(|| HomeEngine {
                 id,
-                envelope: Arc::from(envelope),
+                envelope,
                 seats: BTreeMap::new(),
             });
         engine.seats.insert(

@@ -177,15 +177,13 @@ impl Broker {
             transfer: fetch.transfer.clone(),
             tokens: fetch.tokens,
             least: fetch.least,
-            pages: PageLists::default(),
+            pages: fetch.pages.lists.clone(),
             digest: terms.digest,
             offers: Vec::new(),
         };
-        let lists = fetch.pages.lists.clone();
         for ((peer, incarnation), offers) in offers {
             let announce = Announce {
                 offers,
-                pages: (*lists).clone(),
                 ..announce.clone()
             };
             self.say(&peer, incarnation, Body::Announce(announce));

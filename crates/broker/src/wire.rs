@@ -23,6 +23,9 @@ pub struct OutOfBounds {
     pub most: usize,
 }
 
+/// Page-list entries that are written in no time.
+const SHORT_LISTS: usize = 4096;
+
 type Bounds = Result<(), OutOfBounds>;
 
 fn within(field: &'static str, len: usize, most: usize) -> Bounds {
@@ -36,6 +39,26 @@ impl PeerMessage {
     /// The message's bytes.
     pub fn to_bytes(&self) -> Result<Vec<u8>, WireError> {
         encode(self)
+    }
+
+    /// About how many bytes it takes, where that may be many: whoever has little time leaves writing it to another.
+    pub fn long(&self) -> Option<usize> {
+        let envelope = match &self.body {
+            Body::Join { envelope, .. } | Body::LinkOffer { envelope, .. } => Some(envelope),
+            Body::LinkOpen { envelope, .. } => envelope.as_ref(),
+            Body::LinkAnswer(answer) => answer.envelope.as_ref(),
+            Body::Announce(announce) => {
+                let entries: usize = announce.pages.groups.iter().map(Vec::len).sum();
+                return (entries > SHORT_LISTS).then_some(entries * size_of::<u32>());
+            }
+            _ => None,
+        };
+        envelope.map(|envelope| {
+            let placements = envelope.ranks.iter().flat_map(|rank| &rank.placements);
+            placements
+                .map(|placement| 100 + 4 * placement.layers.len() + 2 * placement.parts.len())
+                .sum()
+        })
     }
 
     /// The message that `bytes` are, all of them, within its bounds. Page lists and envelopes are checked by

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvferry_broker::{Broker, Input, Micros, Output, PeerAddress, PeerMessage, RegionKey, SessionId};
+use kvferry_broker::{Broker, Input, Micros, Output, PeerAddress, PeerMessage, RegionKey, SessionId, Stated};
 use kvferry_control::{Answer, Call, Event, Fault, Status};
 use kvferry_dataplane::DataPlane;
 use kvferry_handshake::Code;
@@ -13,6 +13,7 @@ use tokio::sync::{mpsc, oneshot};
 use crate::drain::{Drain, shutting_down};
 use crate::engines::{Reception, Seat, SessionEvent};
 use crate::metrics::Metrics;
+use crate::outbox::Parcel;
 use crate::peers::{self, Change, PeerEvent, PeerFrame, PeerSet, Shared};
 use crate::{jobs, record};
 
@@ -154,6 +155,13 @@ impl Driver {
                 number,
                 call,
             } => self.call(session, number, call),
+            SessionEvent::Attach {
+                session,
+                number,
+                envelope,
+                rank,
+                home,
+            } => self.attach(session, number, envelope, rank, home),
             SessionEvent::Registered {
                 session,
                 number,
@@ -195,9 +203,9 @@ impl Driver {
     }
 
     fn call(&mut self, session: SessionId, number: u64, call: Call) {
-        let Some(seated) = self.seats.get_mut(&session) else {
+        if !self.seats.contains_key(&session) {
             return;
-        };
+        }
         match &call {
             Call::Status => {
                 let status = Box::new(self.status());
@@ -206,16 +214,7 @@ impl Driver {
                 }
                 return;
             }
-            Call::Attach { .. } | Call::Fetch(_) if self.drain.is_some() => {
-                self.metrics.refused(Code::Shutdown);
-                seated.seat.answer(number, Err(shutting_down()));
-                return;
-            }
-            Call::Attach { envelope, rank, .. } => {
-                let engine: String = envelope.identity.engine.chars().take(256).collect();
-                let engine = record::printable(&engine);
-                seated.attaching = Some((number, format!("{engine}/{rank}")));
-            }
+            Call::Fetch(_) if self.drain.is_some() => return self.refuse_draining(session, number),
             _ => {}
         }
         self.handle(Input::Call {
@@ -223,6 +222,31 @@ impl Driver {
             number,
             call,
         });
+    }
+
+    fn attach(&mut self, session: SessionId, number: u64, envelope: Stated, rank: u32, home: Option<String>) {
+        if self.drain.is_some() {
+            return self.refuse_draining(session, number);
+        }
+        if let Some(seated) = self.seats.get_mut(&session) {
+            let engine: String = envelope.identity.engine.chars().take(256).collect();
+            let engine = record::printable(&engine);
+            seated.attaching = Some((number, format!("{engine}/{rank}")));
+            self.handle(Input::Attach {
+                session,
+                number,
+                envelope,
+                rank,
+                home,
+            });
+        }
+    }
+
+    fn refuse_draining(&mut self, session: SessionId, number: u64) {
+        self.metrics.refused(Code::Shutdown);
+        if let Some(seated) = self.seats.get(&session) {
+            seated.seat.answer(number, Err(shutting_down()));
+        }
     }
 
     fn peer(&mut self, event: PeerEvent) {
@@ -399,7 +423,13 @@ impl Driver {
             self.loopback.push_back(message);
             return;
         }
-        match peers::encode(&PeerFrame::Broker(Box::new(message))) {
+        let long = message.long();
+        let frame = PeerFrame::Broker(Box::new(message));
+        let parcel = match long {
+            Some(size) => Ok(Parcel::unwritten(size, move || peers::encode(&frame))),
+            None => peers::encode(&frame).map(Parcel::from),
+        };
+        match parcel {
             Ok(frame) => {
                 let changes = self.peers.send(Instant::now(), &peer, frame);
                 self.apply(changes);

@@ -1,9 +1,11 @@
 //! What waits to be written to one engine or peer, bounded.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvferry_control::Fault;
+use kvferry_handshake::WireError;
 use tokio::sync::Notify;
 
 /// Frames that wait for a socket. Whoever fills it never waits: a reader that lets it overflow is cut.
@@ -14,9 +16,43 @@ pub(crate) struct Outbox {
     limit: usize,
 }
 
+/// A frame that waits: written, or to be written by whoever takes it.
+pub(crate) struct Parcel {
+    size: usize,
+    frame: Box<dyn FnOnce() -> Result<Vec<u8>, WireError> + Send>,
+}
+
+impl Parcel {
+    /// A frame of about `size` bytes that takes a while to write: whoever pushes it has no time for that.
+    pub(crate) fn unwritten(
+        size: usize,
+        frame: impl FnOnce() -> Result<Vec<u8>, WireError> + Send + 'static,
+    ) -> Parcel {
+        Parcel {
+            size,
+            frame: Box::new(frame),
+        }
+    }
+}
+
+impl From<Vec<u8>> for Parcel {
+    fn from(frame: Vec<u8>) -> Parcel {
+        Parcel {
+            size: frame.len(),
+            frame: Box::new(move || Ok(frame)),
+        }
+    }
+}
+
+impl fmt::Debug for Parcel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Parcel of {} bytes", self.size)
+    }
+}
+
 #[derive(Debug, Default)]
 struct State {
-    frames: VecDeque<Vec<u8>>,
+    frames: VecDeque<Parcel>,
     bytes: usize,
     /// Nothing more comes; what waits is still taken.
     end: Option<Fault>,
@@ -41,20 +77,21 @@ impl Outbox {
     }
 
     /// Adds a frame. A frame that is longer than the whole bound passes when nothing else waits.
-    pub(crate) fn push(&self, frame: Vec<u8>) -> Result<(), Overflow> {
+    pub(crate) fn push(&self, frame: impl Into<Parcel>) -> Result<(), Overflow> {
+        let parcel = frame.into();
         let mut state = self.state();
         if state.end.is_some() {
             return Ok(());
         }
-        if state.bytes > 0 && state.bytes + frame.len() > self.limit {
+        if state.bytes > 0 && state.bytes + parcel.size > self.limit {
             return Err(Overflow {
                 waiting: state.bytes,
                 limit: self.limit,
             });
         }
         // An empty frame counts, too: it occupies memory.
-        state.bytes += frame.len().max(64);
-        state.frames.push_back(frame);
+        state.bytes += parcel.size.max(64);
+        state.frames.push_back(parcel);
         drop(state);
         self.wake.notify_one();
         Ok(())
@@ -79,17 +116,21 @@ impl Outbox {
     /// The next frame; waits for one. An error once it has ended. One task takes.
     pub(crate) async fn take(&self) -> Result<Vec<u8>, Fault> {
         loop {
-            {
+            let next = {
                 let mut state = self.state();
-                if let Some(frame) = state.frames.pop_front() {
-                    state.bytes -= frame.len().max(64);
-                    return Ok(frame);
+                let next = state.frames.pop_front();
+                match (&next, &state.end) {
+                    (Some(parcel), _) => state.bytes -= parcel.size.max(64),
+                    (None, Some(why)) => return Err(why.clone()),
+                    (None, None) => {}
                 }
-                if let Some(why) = &state.end {
-                    return Err(why.clone());
-                }
+                next
+            };
+            match next.map(|parcel| (parcel.frame)()) {
+                Some(Ok(frame)) => return Ok(frame),
+                Some(Err(error)) => tracing::error!(%error, "a message cannot be written"),
+                None => self.wake.notified().await,
             }
-            self.wake.notified().await;
         }
     }
 
@@ -134,6 +175,29 @@ mod tests {
         let outbox = Outbox::new(6400);
         let pushed = (0..1000).take_while(|_| outbox.push(Vec::new()).is_ok()).count();
         assert!(pushed <= 101, "{pushed}");
+    }
+
+    #[tokio::test]
+    async fn a_frame_is_written_when_it_is_taken() {
+        let outbox = Outbox::new(300);
+        let long = |wrong: bool| {
+            Parcel::unwritten(150, move || match wrong {
+                true => Err(WireError::TooLong { len: 2, most: 1 }),
+                false => Ok(vec![7; 140]),
+            })
+        };
+        outbox.push(long(true)).unwrap();
+        outbox.push(long(false)).unwrap();
+        assert!(
+            outbox.push(long(false)).is_err(),
+            "it counts before it is written"
+        );
+        assert_eq!(
+            outbox.take().await.unwrap(),
+            vec![7; 140],
+            "what cannot be written is left out"
+        );
+        assert_eq!(outbox.waiting(), 0);
     }
 
     #[tokio::test]

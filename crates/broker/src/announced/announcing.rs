@@ -1,5 +1,7 @@
 //! Announcements of fetches, at the prefill side: what can wait here for its publish is taken in.
 
+use std::sync::Arc;
+
 use kvferry_control::{Fault, Side, TransferId};
 use kvferry_handshake::{Code, PageLists};
 use kvferry_plan::{ChunkMap, check_pages};
@@ -18,7 +20,7 @@ use crate::timers::Timer;
 
 /// An announcement's page lists, which its prefill ranks share.
 enum Lists {
-    Unchecked(PageLists),
+    Unchecked(Arc<PageLists>),
     Held(Held),
     Refused(Fault),
 }
@@ -180,7 +182,7 @@ impl Broker {
         &mut self,
         announce: &Announce,
         judged: &Judgement,
-        lists: PageLists,
+        lists: Arc<PageLists>,
     ) -> Result<Held, Fault> {
         self.pages.check(&lists)?;
         check_pages(

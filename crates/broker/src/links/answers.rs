@@ -83,13 +83,12 @@ impl Broker {
         if known.is_none_or(|pair| pair.judged.policy != policy) {
             let envelope = match (&answer.envelope, known) {
                 (Some(envelope), _) => {
-                    envelope.validate().map_err(|invalid| {
-                        Some(Fault::new(
-                            Code::ProtocolViolation,
-                            format!("{} sent an invalid envelope: {invalid}", key.home.0),
-                        ))
-                    })?;
-                    Arc::new((**envelope).clone())
+                    let valid = envelope.valid().map_err(|invalid| {
+                        let home = &key.home.0;
+                        let what = format!("{home} sent an invalid envelope: {}", invalid.message);
+                        Some(Fault::new(Code::ProtocolViolation, what))
+                    });
+                    valid?.clone()
                 }
                 (None, Some(pair)) => pair.envelope.clone(),
                 (None, None) => {

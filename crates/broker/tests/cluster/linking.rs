@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use kvferry_broker::{Body, PartState};
+use kvferry_broker::{Body, PartState, Stated};
 use kvferry_control::Event;
 use kvferry_handshake::{Code, Envelope, Policy, Ready, Role};
 
@@ -22,6 +22,13 @@ fn count(cluster: &mut Cluster, named: fn(&Body) -> bool) -> Arc<Mutex<Vec<Body>
         true
     });
     seen
+}
+
+/// Makes an envelope invalid.
+fn spoil(stated: &mut Stated) {
+    let mut envelope = Envelope::clone(stated);
+    envelope.components[0].page_group = 9;
+    *stated = Stated::new(envelope);
 }
 
 fn refused_with(code: Code) -> impl Fn(&Event) -> bool {
@@ -221,7 +228,7 @@ fn a_home_that_sends_nonsense_is_not_believed() {
     let changes: [Change; 3] = [
         |body| {
             if let Body::LinkAnswer(answer) = body {
-                answer.envelope.as_mut().unwrap().components[0].page_group = 9;
+                spoil(answer.envelope.as_mut().unwrap());
             }
         },
         |body| {
@@ -258,7 +265,7 @@ fn a_decode_side_that_sends_nonsense_is_not_believed() {
                 ..
             } = body
             {
-                envelope.components[0].page_group = 9;
+                spoil(envelope);
             }
         }),
         (Code::TokensInvalid, |body| {
@@ -268,7 +275,7 @@ fn a_decode_side_that_sends_nonsense_is_not_believed() {
         }),
         (Code::PagesInvalid, |body| {
             if let Body::Announce(announce) = body {
-                announce.pages.groups[0].truncate(1);
+                Arc::make_mut(&mut announce.pages).groups[0].truncate(1);
             }
         }),
         (Code::PagesInvalid, |body| {

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use kvferry_broker::{
     Announce, Body, EngineId, FetchState, LinkAnswer, Offer, PartState, PeerMessage, Seat, SiblingFailure,
+    Stated,
 };
 use kvferry_control::{Fault, Side};
 use kvferry_handshake::{
@@ -65,7 +66,7 @@ fn failure(side: Side) -> SiblingFailure {
 
 /// One of each kind, and of each state.
 pub(crate) fn samples() -> Vec<(&'static str, Body)> {
-    let small = || Box::new(envelope("d", Role::Decode, 1, 5));
+    let small = || Stated::new(envelope("d", Role::Decode, 1, 5));
     let part = |state| Body::PartState {
         fetch: 7,
         rank: 3,
@@ -228,9 +229,9 @@ pub(crate) fn samples() -> Vec<(&'static str, Body)> {
                 transfer: id("request-1", 2),
                 tokens: TokenRange { from: 16, to: 96 },
                 least: 90,
-                pages: PageLists {
+                pages: std::sync::Arc::new(PageLists {
                     groups: vec![vec![5, ABSENT, 3], vec![]],
-                },
+                }),
                 digest: [0xcd; 32],
                 offers: vec![
                     Offer {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvferry_broker::{RegionKey, SessionId};
+use kvferry_broker::{RegionKey, SessionId, Stated};
 use kvferry_control::{
     Call, Fault, Fds, Frame, FrameError, FrameReader, FrameWriter, MAX_HELLO_FRAME, Memory, Path, Request,
     Response, VERSIONS, Welcome,
@@ -33,6 +33,14 @@ pub(crate) enum SessionEvent {
         session: SessionId,
         number: u64,
         call: Call,
+    },
+    /// It attaches, with an envelope that was validated.
+    Attach {
+        session: SessionId,
+        number: u64,
+        envelope: Stated,
+        rank: u32,
+        home: Option<String>,
     },
     /// It registered memory, which is mapped.
     Registered {
@@ -252,6 +260,19 @@ impl Session<'_> {
                 let message = "fds came with a call that takes none; only register of a memfd takes one";
                 self.refuse(number, Fault::new(Code::RegionKind, message));
                 Ok(())
+            }
+            Call::Attach { envelope, rank, home } => {
+                // Takes a while where there are many ranks: others must not wait for it.
+                let envelope = tokio::task::spawn_blocking(move || Stated::new(*envelope)).await;
+                let envelope = envelope.map_err(|error| Fault::new(Code::Internal, error.to_string()))?;
+                self.tell(SessionEvent::Attach {
+                    session,
+                    number,
+                    envelope,
+                    rank,
+                    home,
+                })
+                .await
             }
             call => {
                 self.tell(SessionEvent::Call {

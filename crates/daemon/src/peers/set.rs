@@ -9,7 +9,7 @@ use kvferry_control::Fault;
 use kvferry_handshake::Code;
 
 use super::Arrival;
-use crate::outbox::Outbox;
+use crate::outbox::{Outbox, Parcel};
 
 /// An open channel; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -109,7 +109,7 @@ impl PeerSet {
     }
 
     /// Queues a frame for a peer, and has a channel opened where there is none.
-    pub(crate) fn send(&mut self, now: Instant, peer: &PeerAddress, frame: Vec<u8>) -> Vec<Change> {
+    pub(crate) fn send(&mut self, now: Instant, peer: &PeerAddress, frame: impl Into<Parcel>) -> Vec<Change> {
         if self.closing.is_some() {
             return Vec::new();
         }
@@ -156,7 +156,12 @@ impl PeerSet {
     }
 
     /// Queues a frame for a peer, if a channel to it is open.
-    pub(crate) fn send_if_open(&mut self, now: Instant, peer: &PeerAddress, frame: Vec<u8>) -> Vec<Change> {
+    pub(crate) fn send_if_open(
+        &mut self,
+        now: Instant,
+        peer: &PeerAddress,
+        frame: impl Into<Parcel>,
+    ) -> Vec<Change> {
         match self.peers.get(peer).map(|peer| &peer.state) {
             Some(State::Up { .. }) => self.send(now, peer, frame),
             _ => Vec::new(),
