@@ -229,16 +229,9 @@ fn transfer(tp: u32, daemons: usize, page_size: u32, tokens: u64) {
     nodes.register(&decode, 0, daemons, to[0]);
     nodes.settle();
     nodes.costs.clear();
-    let step = u32::try_from((1..).map(|k| 7919 + k).find(|k| (pages + 7) % k != 0).unwrap()).unwrap();
-    let list: Vec<u32> = (0..pages)
-        .map(|k| u32::try_from(u64::from(k) * u64::from(step) % u64::from(pages + 7)).unwrap())
-        .collect();
-    let list = if (pages + 7) % 2 == 0 {
-        (0..pages).rev().collect()
-    } else {
-        list
+    let lists = PageLists {
+        groups: vec![(0..pages).rev().collect()],
     };
-    let lists = PageLists { groups: vec![list] };
     for round in ["first", "second"] {
         let transfer = TransferId::from(round);
         for (rank, session) in (0u32..).zip(&from) {
