@@ -108,22 +108,22 @@ codes! {
     PageSize = "page_size", Verdict, No {
         means: "Pages hold different numbers of tokens.",
         trigger: "Different page (block) sizes.",
-        fix: "Set SGLang --page-size and vLLM --block-size alike, or allow bridging.",
+        fix: "Set SGLang --page-size and vLLM --block-size alike, or allow bridging (policy = \"bridge\" in both daemons' configuration; --policy bridge in kvferry check and plan).",
     }
     Layout = "layout", Verdict, No {
         means: "Token, head and byte are ordered differently inside a page.",
         trigger: "NHD against HND.",
-        fix: "Set the same layout on both (vLLM: VLLM_KV_CACHE_LAYOUT=NHD or HND; SGLang: an attention backend of the same layout), or allow bridging.",
+        fix: "Set the same layout on both (vLLM: VLLM_KV_CACHE_LAYOUT=NHD or HND; SGLang: an attention backend of the same layout), or allow bridging (policy = \"bridge\" in both daemons' configuration; --policy bridge in kvferry check and plan).",
     }
     DcpTopology = "dcp_topology", Verdict, No {
         means: "Tokens are split over decode context-parallel ranks differently.",
         trigger: "DCP sizes or interleaves that differ, other than 1 -> N for latent components.",
-        fix: "Set the same DCP size and interleave on both (SGLang --dcp-size, whose interleave is 1; vLLM --decode-context-parallel-size and --cp-kv-cache-interleave-size), or allow bridging.",
+        fix: "Set the same DCP size and interleave on both (SGLang --dcp-size, whose interleave is 1; vLLM --decode-context-parallel-size and --cp-kv-cache-interleave-size), or allow bridging (policy = \"bridge\" in both daemons' configuration; --policy bridge in kvferry check and plan).",
     }
     DcpNeedsLatent = "dcp_needs_latent", Verdict, No {
         means: "DCP 1 -> N is allowed for latent components only.",
         trigger: "A prefill engine without DCP and a decode engine with it, for per-head data.",
-        fix: "Set the same DCP size on both (SGLang --dcp-size, vLLM --decode-context-parallel-size), or allow bridging.",
+        fix: "Set the same DCP size on both (SGLang --dcp-size, vLLM --decode-context-parallel-size), or allow bridging (policy = \"bridge\" in both daemons' configuration; --policy bridge in kvferry check and plan).",
     }
     PrefillContextParallel = "prefill_context_parallel", Verdict, No {
         means: "Decode context parallelism needs a prefill context-parallel size of 1.",
@@ -158,7 +158,7 @@ codes! {
     PageGroups = "page_groups", Verdict, No {
         means: "Components share page lists on one side and not on the other.",
         trigger: "Page groups composed differently.",
-        fix: "Use the same settings for hybrid models on both (SGLang --disable-hybrid-swa-memory, vLLM --disable-hybrid-kv-cache-manager), or allow bridging.",
+        fix: "Use the same settings for hybrid models on both (SGLang --disable-hybrid-swa-memory, vLLM --disable-hybrid-kv-cache-manager), or allow bridging (policy = \"bridge\" in both daemons' configuration; --policy bridge in kvferry check and plan).",
     }
     OpaqueTag = "opaque_tag", Verdict, No {
         means: "The page interiors are opaque and not of the same tag.",

@@ -34,7 +34,7 @@ pub enum Element {
 
 /// A name that is no element type.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{name:?} is no element type; known: {}", known())]
+#[error("{name:?} is no element type{}; known: {}", hint(name), known())]
 pub struct UnknownElement {
     /// The name.
     pub name: String,
@@ -54,6 +54,14 @@ const NAMES: &[(Element, &[&str])] = &[
     (Element::Int8, &["int8"]),
     (Element::Uint8, &["uint8"]),
 ];
+
+/// What a name that frameworks use was meant to be.
+fn hint(name: &str) -> &'static str {
+    match name {
+        "fp8" => " by itself; both frameworks mean fp8_e4m3 by it",
+        _ => "",
+    }
+}
 
 fn known() -> String {
     let names: Vec<&str> = NAMES.iter().map(|(_, names)| names[0]).collect();

@@ -31,14 +31,17 @@ impl fmt::Display for Order {
 /// The orders that a component's ranks use, by part and layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PageOrder {
-    parts: BTreeMap<String, BTreeMap<u32, BTreeSet<Order>>>,
+    parts: BTreeMap<String, BTreeMap<u32, Orders>>,
 }
+
+/// The orders of one part of one layer, each with the heads that lie so: first and number.
+type Orders = BTreeSet<(Order, u32, u32)>;
 
 impl PageOrder {
     /// The order of component `at`. A layer's part has none where no rank holds more than one token and more
     /// than one head in a page.
     pub(crate) fn of(envelope: &Envelope, at: u16) -> PageOrder {
-        let mut parts: BTreeMap<String, BTreeMap<u32, BTreeSet<Order>>> = BTreeMap::new();
+        let mut parts: BTreeMap<String, BTreeMap<u32, Orders>> = BTreeMap::new();
         let Some(component) = envelope.components.get(usize::from(at)) else {
             return PageOrder { parts };
         };
@@ -69,7 +72,11 @@ impl PageOrder {
                             _ => Order::Hnd,
                         };
                         let layers = parts.entry(declared.name.clone()).or_default();
-                        layers.entry(*layer).or_default().insert(order);
+                        let heads = placement.heads;
+                        layers
+                            .entry(*layer)
+                            .or_default()
+                            .insert((order, heads.first, heads.count));
                     }
                 }
             }
@@ -81,18 +88,20 @@ impl PageOrder {
     /// side's. Layers and parts are named unless it is all of them. `None` where they agree.
     pub(crate) fn differences(&self, other: &PageOrder) -> Option<[String; 2]> {
         let mut agree = false;
-        let mut found: BTreeMap<[&BTreeSet<Order>; 2], Places<'_>> = BTreeMap::new();
+        let mut found: BTreeMap<[BTreeSet<Order>; 2], Places<'_>> = BTreeMap::new();
         for (part, layers) in &self.parts {
-            let mut of_part: BTreeMap<[&BTreeSet<Order>; 2], Vec<u32>> = BTreeMap::new();
+            let mut of_part: BTreeMap<[BTreeSet<Order>; 2], Vec<u32>> = BTreeMap::new();
             for (layer, orders) in layers {
                 let Some(others) = other.parts.get(part).and_then(|layers| layers.get(layer)) else {
                     continue;
                 };
-                // Heads of one layer in several orders cannot be told apart by rank: never taken as equal.
-                if orders == others && orders.len() == 1 {
+                let kinds = [orders, others].map(|side| side.iter().map(|(order, ..)| *order).collect());
+                let [mine, theirs]: &[BTreeSet<Order>; 2] = &kinds;
+                // Several orders in one layer and part are equal only where the same heads lie in each.
+                if orders == others || (mine == theirs && mine.len() == 1) {
                     agree = true;
                 } else {
-                    of_part.entry([orders, others]).or_default().push(*layer);
+                    of_part.entry(kinds).or_default().push(*layer);
                 }
             }
             for (orders, layers) in of_part {
@@ -131,15 +140,15 @@ fn names(orders: &BTreeSet<Order>) -> String {
         1 => orders.iter().map(Order::to_string).collect(),
         _ => {
             let all: Vec<String> = orders.iter().map(Order::to_string).collect();
-            format!("{} by rank", all.join(" and "))
+            format!("{}, by heads", all.join(" and "))
         }
     }
 }
 
 impl fmt::Display for PageOrder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let of_part = |layers: &BTreeMap<u32, BTreeSet<Order>>| {
-            let orders: BTreeSet<&Order> = layers.values().flatten().collect();
+        let of_part = |layers: &BTreeMap<u32, Orders>| {
+            let orders: BTreeSet<&Order> = layers.values().flatten().map(|(order, ..)| order).collect();
             orders
                 .iter()
                 .map(ToString::to_string)

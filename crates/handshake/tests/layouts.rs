@@ -49,6 +49,19 @@ fn orders_that_differ_from_layer_to_layer_or_part_to_part_are_equal_to_themselve
     }
 }
 
+/// Rank 1's heads lie in another order than rank 0's.
+#[test]
+fn orders_that_differ_from_head_to_head_are_equal_only_to_the_same() {
+    let (mut mixed, hnd) = (engine(|_, _| false), engine(|_, _| true));
+    mixed.ranks[1] = hnd.ranks[1].clone();
+    assert_eq!(layout(&mixed, &mixed), None);
+    let mut other = hnd.clone();
+    other.ranks[1] = engine(|_, _| false).ranks[1].clone();
+    let found = layout(&mixed, &other).unwrap();
+    assert!(found.prefill.contains("NHD and HND, by heads"), "{found:?}");
+    assert!(layout(&mixed, &hnd).is_some());
+}
+
 #[test]
 fn the_layers_and_parts_that_differ_are_named() {
     let plain = engine(|_, _| false);

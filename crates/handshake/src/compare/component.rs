@@ -23,7 +23,7 @@ pub(super) fn all(prefill: &Envelope, decode: &Envelope, found: &mut Differences
                 pair.element(found);
                 pair.scales(found);
                 pair.parts(found);
-                pair.layers(found);
+                pair.layers([prefill, decode], found);
                 pair.opaque(found);
                 pair.dcp(found);
                 let orders = [
@@ -38,24 +38,69 @@ pub(super) fn all(prefill: &Envelope, decode: &Envelope, found: &mut Differences
                         format!("{}, layers {}", c.kind, spans(&c.layers))
                     })
                 };
-                found.add(Difference {
-                    gravity: Gravity::Refused,
-                    code: Code::Components,
-                    field: format!("component.{name}"),
-                    prefill: said(one),
-                    decode: said(other),
-                    why: match one {
-                        Some(_) => {
-                            "the decode side would drop what the prefill side computed, and compute \
+                let sides = [prefill, decode];
+                let (has, lacks) = if one.is_some() {
+                    (one, decode)
+                } else {
+                    (other, prefill)
+                };
+                let fix = has.and_then(|(_, component)| fix_for(component, lacks, sides));
+                found.add_with(
+                    fix,
+                    Difference {
+                        gravity: Gravity::Refused,
+                        code: Code::Components,
+                        field: format!("component.{name}"),
+                        prefill: said(one),
+                        decode: said(other),
+                        why: match one {
+                            Some(_) => {
+                                "the decode side would drop what the prefill side computed, and compute \
                                     without it"
+                            }
+                            None => "the decode side would read memory that nobody filled",
                         }
-                        None => "the decode side would read memory that nobody filled",
-                    }
-                    .to_owned(),
-                });
+                        .to_owned(),
+                    },
+                );
             }
         }
     }
+}
+
+const HYBRID: &str = "One side keeps sliding-window layers apart and the other caches them in full: use the same settings for \
+                      hybrid models on both (vLLM --disable-hybrid-kv-cache-manager, SGLang \
+                      --disable-hybrid-swa-memory). Where a framework has no such setting for the model, switch it off on the \
+                      other side.";
+
+const STATES: &str = "No setting mends this: the two sides keep recurrent state in differently shaped parts, as vLLM and SGLang \
+                      do. Run the same framework, of the same release, on both.";
+
+/// What mends a component that one side does not have, where it is not the usual.
+fn fix_for(component: &Component, lacks: &Envelope, sides: [&Envelope; 2]) -> Option<&'static str> {
+    match component.kind {
+        Kind::State if lacks.components.iter().any(|other| other.kind == Kind::State) => Some(STATES),
+        Kind::Kv | Kind::Window if hybrid(sides) => Some(HYBRID),
+        _ => None,
+    }
+}
+
+/// Whether one side has layers in a window's component that the other has among its keys and values.
+fn hybrid([prefill, decode]: [&Envelope; 2]) -> bool {
+    let apart = |windows: &Envelope, full: &Envelope| {
+        let windows = windows.components.iter().filter(|c| c.kind == Kind::Window);
+        let mut alone = windows.filter(|c| full.component(&c.name).is_none());
+        alone.any(|window| {
+            let full = full.components.iter().filter(|c| c.kind == Kind::Kv);
+            full.into_iter().any(|kv| {
+                window
+                    .layers
+                    .iter()
+                    .all(|layer| kv.layers.binary_search(layer).is_ok())
+            })
+        })
+    };
+    apart(prefill, decode) || apart(decode, prefill)
 }
 
 /// One component on both sides.
@@ -191,12 +236,16 @@ impl Pair<'_> {
         }
     }
 
-    fn layers(&self, found: &mut Differences) {
+    fn layers(&self, sides: [&Envelope; 2], found: &mut Differences) {
         if self.p.layers != self.d.layers {
             let values = [spans(&self.p.layers), spans(&self.d.layers)];
             let why = "layers are paired by global id: a layer without its counterpart stays unfilled, or is \
                        filled with another's data";
-            found.add(self.difference(Gravity::Refused, Code::Layers, "layers", values, why));
+            let fix = hybrid(sides).then_some(HYBRID);
+            found.add_with(
+                fix,
+                self.difference(Gravity::Refused, Code::Layers, "layers", values, why),
+            );
         }
     }
 

@@ -59,6 +59,12 @@ impl Differences {
         self.add_with_fix(difference, fix);
     }
 
+    /// With another fix than the catalogue's, where there is one.
+    fn add_with(&mut self, fix: Option<&str>, difference: Difference) {
+        let fix = fix.unwrap_or(difference.code.entry().fix).to_owned();
+        self.add_with_fix(difference, fix);
+    }
+
     fn add_with_fix(&mut self, difference: Difference, fix: String) {
         self.found.push((
             difference.gravity,
@@ -81,7 +87,13 @@ impl Differences {
             bridged: Vec::new(),
             warnings: Vec::new(),
         };
-        for (gravity, mismatch) in self.found {
+        for (gravity, mut mismatch) in self.found {
+            if (gravity, policy) != (Gravity::Bridgeable, Policy::Strict)
+                && let Some((fix, _)) = mismatch.fix.split_once(BRIDGING)
+            {
+                // Advice to allow what is allowed already, or what allowing would not mend.
+                mismatch.fix = format!("{fix}.");
+            }
             match (gravity, policy) {
                 (Gravity::Warning, _) => verdict.warnings.push(mismatch),
                 (Gravity::Bridgeable, Policy::Bridge) => verdict.bridged.push(mismatch),
@@ -98,6 +110,9 @@ impl Differences {
         verdict
     }
 }
+
+/// Where a catalogue entry's fix begins to tell of bridging.
+const BRIDGING: &str = ", or allow bridging";
 
 /// How an absent value is written.
 const NOT_STATED: &str = "not stated";

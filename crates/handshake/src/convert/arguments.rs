@@ -143,6 +143,12 @@ impl Given {
             };
             let Some((names, takes)) = flags.iter().find(|(names, _)| names.contains(&written.as_str()))
             else {
+                if let Some(meant) = meant(&written, flags) {
+                    return Err(argument(
+                        name,
+                        format!("is not known here; {meant} decides the geometry: was it meant?"),
+                    ));
+                }
                 // Of a flag that is not known, it is not known whether a value follows either.
                 if inline.is_none() {
                     words.next_if(|next| !next.starts_with('-'));
@@ -232,6 +238,52 @@ fn element(name: &'static str, value: Option<&str>) -> Result<Option<Element>, C
                 .map_err(|error| argument(name, error.to_string()))
         }
     }
+}
+
+/// Flags that decide how pages, heads, layers and tokens are split: left out by a slip, the envelope is another one.
+const SPLITTING: &[&str] = &[
+    "--attn-cp-size",
+    "--attention-context-parallel-size",
+    "--block-size",
+    "--cp-kv-cache-interleave-size",
+    "--dcp-kv-cache-interleave-size",
+    "--dcp-size",
+    "--decode-context-parallel-size",
+    "--kv-cache-dtype",
+    "--page-size",
+    "--pipeline-parallel-size",
+    "--pp-size",
+    "--prefill-context-parallel-size",
+    "--tensor-parallel-size",
+    "--tp-size",
+];
+
+/// The flag of these that an unknown one is a shortening or a misspelling of.
+fn meant(unknown: &str, flags: &[Flag]) -> Option<&'static str> {
+    let mut names = flags.iter().flat_map(|(names, _)| names.iter().copied());
+    names.find(|known| {
+        // The first letter tells short ones apart: --ep-size is no slip for --tp-size.
+        let begins = unknown.len() >= 6 && known.as_bytes().get(2) == unknown.as_bytes().get(2);
+        SPLITTING.contains(known) && begins && (known.starts_with(unknown) || edits(unknown, known) <= 2)
+    })
+}
+
+/// Edits between two names (Levenshtein); lengths that differ much are far apart without counting.
+fn edits(a: &str, b: &str) -> usize {
+    if a.len().abs_diff(b.len()) > 2 {
+        return a.len().abs_diff(b.len());
+    }
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, from) in a.bytes().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, to) in b.bytes().enumerate() {
+            let replaced = diagonal + usize::from(from != to);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
 }
 
 fn is_variable(name: &str) -> bool {

@@ -72,6 +72,22 @@ const NOT_UNDERSTOOD: &[(&str, &str)] = &[
     ("swa_num_key_value_heads", "layers of unequal numbers of heads"),
 ];
 
+/// What a Gemma 3 configuration may leave out, with the defaults of its class: transformers,
+/// models/gemma3/configuration_gemma3.py. Published files do.
+const CLASS_DEFAULTS: &[(&str, u32)] = &[
+    ("head_dim", 256),
+    ("num_attention_heads", 8),
+    ("num_key_value_heads", 4),
+];
+
+/// Beginnings of keys of recurrent state.
+const RECURRENT: &[&str] = &["attn_layer_", "linear_num_", "mamba_", "ssm_"];
+
+/// The model types that are known here, plain or with latents.
+pub(super) fn known() -> impl Iterator<Item = &'static str> {
+    PLAIN.iter().chain(LATENT).copied()
+}
+
 pub(super) fn is_plain(config: &Config) -> bool {
     PLAIN.contains(&config.model_type())
 }
@@ -89,6 +105,14 @@ pub(super) fn refuse_unknown_features(config: &Config) -> Result<(), ConvertErro
         if !none {
             return Err(config.feature(key, why));
         }
+    }
+    if (is_plain(config) || is_latent(config))
+        && let Some(key) = config.key_beginning(RECURRENT)
+    {
+        return Err(config.feature(
+            key,
+            "recurrent state, in a model type that is not known to keep one",
+        ));
     }
     if !is_latent(config) && config.get("kv_lora_rank").is_some() {
         return Err(config.feature(
@@ -108,9 +132,34 @@ pub(super) struct Heads {
 
 impl Heads {
     pub(super) fn of(config: &Config, notes: &mut Notes) -> Result<Heads, ConvertError> {
-        let attention = config.count("num_attention_heads", "gives the number of heads")?;
-        let heads = match config.number("num_key_value_heads")? {
+        let usual = |key: &str| {
+            CLASS_DEFAULTS
+                .iter()
+                .find(|(name, _)| *name == key)
+                .map(|(_, value)| *value)
+        };
+        let gemma3 = matches!(config.model_type(), "gemma3" | "gemma3_text");
+        let mut class_default = |key: &str| {
+            let value = usual(key).filter(|_| gemma3 && config.get(key).is_none())?;
+            notes.add(
+                "component.kv.parts",
+                format!(
+                    "{key} is not given; assumed: {value}, the default of transformers' Gemma3TextConfig"
+                ),
+            );
+            Some(value)
+        };
+        let attention = match class_default("num_attention_heads") {
+            Some(heads) => heads,
+            None => config.count("num_attention_heads", "gives the number of heads")?,
+        };
+        let of_class = [class_default("num_key_value_heads"), class_default("head_dim")];
+        let heads = match config.number("num_key_value_heads")?.or(of_class[0]) {
             Some(0) => return Err(wrong("num_key_value_heads", &0.into(), "at least 1")),
+            Some(heads) if heads > attention => {
+                let expected = format!("at most num_attention_heads, {attention}");
+                return Err(wrong("num_key_value_heads", &heads.into(), expected));
+            }
             Some(heads) => heads,
             None => {
                 notes.add(
@@ -123,6 +172,7 @@ impl Heads {
         let k = match config
             .number("head_dim")?
             .or(config.number("attention_head_dim")?)
+            .or(of_class[1])
         {
             Some(width) => width,
             None => {
@@ -131,7 +181,12 @@ impl Heads {
                     let expected = "a multiple of num_attention_heads, since head_dim is not given";
                     return Err(wrong("hidden_size", &hidden.into(), expected));
                 }
-                hidden / attention
+                let width = hidden / attention;
+                notes.add(
+                    "component.kv.parts",
+                    format!("head_dim is not given; assumed: hidden_size / num_attention_heads, {width}"),
+                );
+                width
             }
         };
         let v = config.number("v_head_dim")?.unwrap_or(k);
@@ -155,7 +210,7 @@ pub(super) struct Windows {
 }
 
 /// The sliding-window layers of a plain model, by the rules of its family in `transformers`.
-pub(super) fn windows(config: &Config, layers: u32) -> Result<Windows, ConvertError> {
+pub(super) fn windows(config: &Config, layers: u32, notes: &mut Notes) -> Result<Windows, ConvertError> {
     let none = Windows {
         layers: Vec::new(),
         window: 0,
@@ -193,7 +248,15 @@ pub(super) fn windows(config: &Config, layers: u32) -> Result<Windows, ConvertEr
             let pattern = match config.number("sliding_window_pattern")? {
                 Some(0) => return Err(wrong("sliding_window_pattern", &0.into(), "at least 1")),
                 Some(pattern) => pattern,
-                None => usual,
+                None => {
+                    notes.add(
+                        "component.window.layers",
+                        format!(
+                            "sliding_window_pattern is not given; assumed: every layer but each {usual}th"
+                        ),
+                    );
+                    usual
+                }
             };
             every(&|layer| (layer + 1) % pattern == 0)
         }

@@ -32,7 +32,7 @@ impl Engine<'_> {
             });
         }
         let heads = attention::Heads::of(self.config, &mut self.notes)?;
-        let windows = attention::windows(self.config, layers)?;
+        let windows = attention::windows(self.config, layers, &mut self.notes)?;
         if windows.layers.is_empty() || !self.frees_windows() {
             return Ok(vec![heads.cached("kv", Kind::Kv, (0..layers).collect())]);
         }

@@ -73,6 +73,18 @@ impl Config {
             .filter(|value| !value.is_null())
     }
 
+    /// The first key that begins so, and is not null.
+    pub(super) fn key_beginning(&self, with: &[&str]) -> Option<&str> {
+        let keys = self
+            .nested
+            .iter()
+            .flatten()
+            .chain(&self.root)
+            .filter(|(_, value)| !value.is_null());
+        let mut keys = keys.map(|(key, _)| key.as_str());
+        keys.find(|key| with.iter().any(|begin| key.starts_with(begin)))
+    }
+
     pub(super) fn number(&self, key: &str) -> Result<Option<u32>, ConvertError> {
         let Some(value) = self.get(key) else {
             return Ok(None);

@@ -38,6 +38,14 @@ impl<'a> Engine<'a> {
     pub(super) fn convert(mut self) -> Result<Converted, ConvertError> {
         self.refuse_overrides()?;
         attention::refuse_unknown_features(self.config)?;
+        if let Some(name) = &self.options.model_type {
+            self.notes.add(
+                "model_type",
+                format!(
+                    "read as {name}, as --model-type says; keys that {name} does not have were not looked at"
+                ),
+            );
+        }
         let layers = self.config.layers()?;
         let element = self.element()?;
         let mut cached = self.cached(layers, element)?;

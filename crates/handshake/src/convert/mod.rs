@@ -91,8 +91,9 @@ pub enum ConvertError {
     },
     /// The model's kind is not known.
     #[error(
-        "model_type {name:?} is not known to the converter; write the envelope by hand (docs/envelope.md), or name a \
-         known model_type that caches alike"
+        "model_type {name:?} is not known to the converter; write the envelope by hand (docs/envelope.md), or, if the \
+         model caches like a known one, add --model-type with one of: {}",
+        known_types()
     )]
     ModelType {
         /// The kind.
@@ -119,6 +120,12 @@ pub enum ConvertError {
     /// The model cannot be launched like this.
     #[error(transparent)]
     Launch(#[from] LaunchError),
+}
+
+fn known_types() -> String {
+    let mut known: Vec<&str> = attention::known().chain(state::known()).collect();
+    known.sort_unstable();
+    known.join(", ")
 }
 
 impl ConvertError {

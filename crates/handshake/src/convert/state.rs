@@ -36,6 +36,11 @@ const HYBRID: &[&str] = &[
     "qwen3_next",
 ];
 
+/// The model types that are known here.
+pub(super) fn known() -> impl Iterator<Item = &'static str> {
+    HYBRID.iter().copied()
+}
+
 pub(super) fn is_hybrid(config: &Config) -> bool {
     HYBRID.contains(&config.model_type())
 }
