@@ -4,11 +4,12 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use kvferry_handshake::{Envelope, Identity, Policy, layout_label};
+use kvferry_handshake::{Envelope, Identity, Policy, Verdict, layout_label};
 use kvferry_plan::judge;
+use serde::Serialize;
 
 use crate::envelope_file::read_envelope;
-use crate::exit::Exit;
+use crate::exit::{Exit, printed};
 use crate::text::counted;
 
 /// The two engines of a link, as envelope files.
@@ -74,27 +75,39 @@ impl Check {
                 if self.json {
                     let told = format!("{error:#}");
                     let errors: Vec<&str> = told.lines().collect();
-                    serde_json::to_writer_pretty(&mut *out, &serde_json::json!({ "errors": errors }))?;
-                    writeln!(out)?;
+                    printed(json(out, &serde_json::json!({ "errors": errors })))?;
                 }
                 return Err(error);
             }
         };
         let (verdict, _) = judge(&prefill, &decode, self.pair.policy.into());
-        if self.json {
-            serde_json::to_writer_pretty(&mut *out, &verdict)?;
-            writeln!(out)?;
-        } else {
-            describe(out, "prefill", &prefill)?;
-            describe(out, "decode", &decode)?;
-            write!(out, "\n{verdict}")?;
-        }
+        printed(match self.json {
+            true => json(out, &verdict),
+            false => describe_all(out, &prefill, &decode, &verdict).map_err(Into::into),
+        })?;
         Ok(if verdict.allows() {
             Exit::Done
         } else {
             Exit::Refused
         })
     }
+}
+
+fn json(out: &mut impl Write, value: &impl Serialize) -> anyhow::Result<()> {
+    // As one piece: serde_json's own errors would hide that the reader left.
+    writeln!(out, "{}", serde_json::to_string_pretty(value)?)?;
+    Ok(())
+}
+
+fn describe_all(
+    out: &mut impl Write,
+    prefill: &Envelope,
+    decode: &Envelope,
+    verdict: &Verdict,
+) -> std::io::Result<()> {
+    describe(out, "prefill", prefill)?;
+    describe(out, "decode", decode)?;
+    write!(out, "\n{verdict}")
 }
 
 /// A version that nobody stated leaves no gap.

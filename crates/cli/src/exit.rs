@@ -50,11 +50,26 @@ pub fn of_error(error: &anyhow::Error) -> Exit {
     if error.downcast_ref::<BadInput>().is_some() {
         return Exit::Input;
     }
-    let closed = error
+    if reader_left(error) {
+        Exit::Done
+    } else {
+        Exit::Failed
+    }
+}
+
+fn reader_left(error: &anyhow::Error) -> bool {
+    error
         .chain()
         .filter_map(|cause| cause.downcast_ref::<std::io::Error>())
-        .any(|io| io.kind() == std::io::ErrorKind::BrokenPipe);
-    if closed { Exit::Done } else { Exit::Failed }
+        .any(|io| io.kind() == std::io::ErrorKind::BrokenPipe)
+}
+
+/// The result of printing, where that the reader left early (`kvferry check | head`) must not change the exit code.
+pub(crate) fn printed(result: anyhow::Result<()>) -> anyhow::Result<()> {
+    match result {
+        Err(error) if reader_left(&error) => Ok(()),
+        result => result,
+    }
 }
 
 /// Writes to standard error. That it cannot be written to (closed, or on a full disk) changes nothing of what the

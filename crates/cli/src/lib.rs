@@ -60,7 +60,7 @@ impl Kvferry {
             Command::Status(status) => status.run(&mut out)?,
             Command::Engine(engine) => engine.run()?,
         };
-        out.flush()?;
+        exit::printed(out.flush().map_err(Into::into))?;
         Ok(exit)
     }
 }

@@ -330,6 +330,29 @@ fn standard_error_that_cannot_be_written_is_no_panic() {
     );
 }
 
+/// `kvferry check ... | head -1` in a script that looks at the exit code.
+#[test]
+fn a_refusal_that_nobody_reads_is_one_all_the_same() {
+    let pair = Programs::with_files(&example("mha-prefill.toml"), &example("mla-dcp-decode.toml"));
+    let run = |decode: &str, json: &[&str]| {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let mut kvferry = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+        kvferry.arg("check").args(json);
+        kvferry
+            .arg("--prefill")
+            .arg(pair.file("prefill.toml"))
+            .arg("--decode")
+            .arg(pair.file(decode));
+        kvferry.stdout(writer).stderr(std::process::Stdio::null());
+        kvferry.status().unwrap().code().unwrap()
+    };
+    for json in [&[][..], &["--json"]] {
+        assert_eq!([run("decode.toml", json), run("none.toml", json)], [3, 2]);
+        assert_eq!(run("prefill.toml", json), 3, "two prefill engines");
+    }
+}
+
 #[test]
 fn lists_may_begin_with_an_absent_page_and_what_does_not_move_is_told() {
     let pair = mha();
