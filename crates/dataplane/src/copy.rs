@@ -1,10 +1,11 @@
 //! The local path: a small pool of threads that copy within the node, chunk by chunk.
 
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::Instant;
 
 use kvferry_handshake::Code;
 
-use crate::job::{Job, Pass, Role, Trouble};
+use crate::job::{ALIVE, Job, Pass, Role, Trouble};
 use crate::line::{Line, Taken};
 use crate::memory::Span;
 use crate::process::{EngineProcess, MAX_RANGES, Remote, Way};
@@ -33,6 +34,8 @@ pub(crate) struct Copies {
 #[derive(Debug, Default)]
 struct State {
     line: Line,
+    /// When those in the line were last said to be alive.
+    lived: Option<Instant>,
     ending: bool,
 }
 
@@ -71,6 +74,21 @@ impl Copies {
         self.more.notify_all();
     }
 
+    /// Something was copied: those who wait their turn are not stuck.
+    fn lives(&self) {
+        let now = Instant::now();
+        let mut state = self.state.lock().unwrap_or_else(|e| e.into_inner());
+        if state.lived.is_some_and(|at| now.saturating_duration_since(at) < ALIVE) {
+            return;
+        }
+        state.lived = Some(now);
+        let jobs: Vec<Arc<Job>> = state.line.jobs().cloned().collect();
+        drop(state);
+        for job in jobs {
+            job.lives(now);
+        }
+    }
+
     fn next(&self) -> Option<Taken> {
         let mut state = self.state.lock().unwrap_or_else(|e| e.into_inner());
         loop {
@@ -91,7 +109,10 @@ impl Copies {
             // A defect met in one job must not take the thread from the others.
             let copied = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| copy(&taken, &mut bounce)));
             match copied {
-                Ok(Ok(done)) => finish(&taken.job, &done),
+                Ok(Ok(done)) => {
+                    finish(&taken.job, &done);
+                    self.lives();
+                }
                 Ok(Err(Halt::Closed)) => {}
                 Ok(Err(Halt::Trouble(trouble))) => taken.job.fail(trouble),
                 Err(_) => taken.job.fail(Trouble {
@@ -250,6 +271,7 @@ impl<'c> Carrier<'c> {
         if self.budget < bytes {
             self.pass = None;
             self.budget = PASS_BYTES;
+            self.job.lives(Instant::now());
         }
         self.budget = self.budget.saturating_sub(bytes);
         if self.pass.is_none() {

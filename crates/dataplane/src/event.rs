@@ -29,6 +29,13 @@ pub enum Event {
         /// Bytes.
         bytes: u64,
     },
+    /// The job is alive: bytes of a chunk that is under way moved, or its chunks wait their turn behind others of the
+    /// same peer whose lanes move, or behind other copies. Some times a second at most; nothing more is done than
+    /// [`Event::Progress`] said.
+    Alive {
+        /// Job.
+        job: JobId,
+    },
     /// Every chunk up to the final end landed and is visible, or was acknowledged by the receiver.
     Complete {
         /// Job.

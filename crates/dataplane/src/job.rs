@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvferry_handshake::Code;
 use kvferry_plan::Extent;
@@ -17,6 +17,8 @@ use crate::{Event, JobId, Tally};
 
 /// Progress is told at most so often per job.
 const PROGRESS_MS: u64 = 100;
+/// And that it is alive, at most so often.
+pub(crate) const ALIVE: Duration = Duration::from_millis(250);
 
 const OPEN: u8 = 0;
 const COMPLETE: u8 = 1;
@@ -35,6 +37,8 @@ pub(crate) struct Job {
     started: Instant,
     /// When progress is told next, in milliseconds since `started`.
     next_progress: AtomicU64,
+    /// The same for its being alive.
+    next_alive: AtomicU64,
     bytes: AtomicU64,
     moves: AtomicU64,
     bounced: AtomicU64,
@@ -157,6 +161,7 @@ impl Job {
             closed: AtomicBool::new(false),
             started: Instant::now(),
             next_progress: AtomicU64::new(0),
+            next_alive: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             moves: AtomicU64::new(0),
             bounced: AtomicU64::new(0),
@@ -203,17 +208,29 @@ impl Job {
             .bytes
             .fetch_add(bytes, Ordering::Relaxed)
             .saturating_add(bytes);
-        let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
-        let due = self.next_progress.load(Ordering::Relaxed);
-        let next = now.saturating_add(PROGRESS_MS);
-        if now >= due
-            && self
-                .next_progress
-                .compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed)
-                .is_ok()
-        {
+        if self.is_due(&self.next_progress, Instant::now(), PROGRESS_MS) {
             self.tell(|job| Event::Progress { job, bytes });
         }
+    }
+
+    /// Bytes of it moved, or those before it in the line did.
+    pub(crate) fn lives(&self, now: Instant) {
+        let each = u64::try_from(ALIVE.as_millis()).unwrap_or(u64::MAX);
+        if self.is_due(&self.next_alive, now, each) {
+            self.tell(|job| Event::Alive { job });
+        }
+    }
+
+    /// Whether something is to be told again; true for one who asks.
+    fn is_due(&self, next: &AtomicU64, now: Instant, each: u64) -> bool {
+        let now = now.saturating_duration_since(self.started);
+        let now = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
+        let due = next.load(Ordering::Relaxed);
+        let again = now.saturating_add(each);
+        now >= due
+            && next
+                .compare_exchange(due, again, Ordering::Relaxed, Ordering::Relaxed)
+                .is_ok()
     }
 
     /// A chunk has to be sent again.

@@ -2,10 +2,11 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
 
 use kvferry_handshake::Code;
 
-use crate::job::{Job, Trouble};
+use crate::job::{ALIVE, Job, Trouble};
 use crate::lanes::Lanes;
 use crate::line::{Line, Taken};
 use crate::wake::Wake;
@@ -32,6 +33,8 @@ pub(crate) struct Outbox {
 struct State {
     line: Line,
     idle: Vec<Arc<Wake>>,
+    /// When those in the line were last said to be alive.
+    lived: Option<Instant>,
     /// Lanes of an earlier life of the channel get nothing any more.
     life: u64,
 }
@@ -136,6 +139,20 @@ impl Outbox {
         {
             // One wakes the next, so that nobody has to know how many are needed.
             idle.wake();
+        }
+    }
+
+    /// A lane moves: those who wait their turn behind what it moves are not stuck.
+    pub(crate) fn lives(&self, now: Instant) {
+        let mut state = self.state();
+        if state.lived.is_some_and(|at| now.saturating_duration_since(at) < ALIVE) {
+            return;
+        }
+        state.lived = Some(now);
+        let jobs: Vec<Arc<Job>> = state.line.jobs().cloned().collect();
+        drop(state);
+        for job in jobs {
+            job.lives(now);
         }
     }
 

@@ -152,6 +152,7 @@ impl<'b, 'l, 'r> Landing<'b, 'l, 'r> {
 
     fn consumed(&mut self, bytes: usize) {
         self.left = self.left.saturating_sub(u64::try_from(bytes).unwrap_or(0));
+        self.job.lives(self.lane.moved);
     }
 
     /// Has the next bytes go to a span.

@@ -12,6 +12,7 @@ use rustls::{ClientConnection, Connection, ServerConnection};
 
 use crate::LaneTls;
 use crate::lane::gather::Gather;
+use crate::lane::queued;
 use crate::lane::scatter::Inbox;
 use crate::wake::{Waited, Wake};
 
@@ -94,6 +95,11 @@ impl Link {
 
     pub(crate) fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
+    }
+
+    /// Bytes that our kernel holds because the peer's has not taken them.
+    pub(crate) fn unacknowledged(&self) -> io::Result<usize> {
+        queued::unacknowledged(self.socket.as_fd())
     }
 
     /// Waits until there is something to read, or room to write if `writing`.

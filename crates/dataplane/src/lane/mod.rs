@@ -5,6 +5,7 @@ pub(crate) mod frame;
 mod gather;
 mod landing;
 mod link;
+mod queued;
 pub(crate) mod receiver;
 mod scatter;
 pub(crate) mod sender;

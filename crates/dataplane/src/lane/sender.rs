@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_handshake::Code;
 
-use crate::job::{Job, Role, Trouble};
+use crate::job::{ALIVE, Job, Role, Trouble};
 use crate::lane::departing::Departing;
 use crate::lane::frame::{ACK_BYTES, Ack, HELLO, HELLO_BYTES, Verdict, hello};
 use crate::lane::gather::{Buffers, Gather};
@@ -15,7 +15,7 @@ use crate::lane::scatter::Inbox;
 use crate::lane::{LaneEnd, Link, would_block};
 use crate::line::Taken;
 use crate::peer::Peer;
-use crate::wake::Wake;
+use crate::wake::{Wake, Waited};
 use crate::{Config, Token};
 
 /// Most frames that may be unacknowledged on a lane.
@@ -70,6 +70,10 @@ pub(super) struct Sender<'l> {
     left: &'l mut Left,
     /// When something last moved.
     moved: Instant,
+    /// When the jobs of what is unacknowledged, and those behind them, were last said to be alive.
+    told: Instant,
+    /// Bytes that our kernel held when last looked, because the peer's had not taken them.
+    unsent: usize,
     /// Whose pages are held by the batch that is being sent.
     holding: Vec<Arc<Job>>,
     /// Since when one of them is known to be closed.
@@ -91,6 +95,8 @@ pub(crate) fn run(config: &Config, start: &Start, left: &mut Left) -> LaneEnd {
         acks: Inbox::new(),
         left,
         moved: Instant::now(),
+        told: Instant::now(),
+        unsent: 0,
         holding: Vec::new(),
         held: None,
     };
@@ -178,18 +184,43 @@ impl Sender<'_> {
                 continue;
             }
             batches = 0;
-            let limit = if self.left.unacked.is_empty() {
+            if self.left.unacked.is_empty() {
                 let idle = self.config.idle.saturating_sub(used.elapsed());
                 if idle.is_zero() {
                     // Nobody is to count on this lane from here on; what came meanwhile is for the others.
                     return Err(LaneEnd::Idle);
                 }
-                idle
+                self.link.wait(&self.start.wake, false, idle)?;
             } else {
-                self.stall_limit()?
-            };
-            self.link.wait(&self.start.wake, false, limit)?;
+                let limit = self.stall_limit()?;
+                self.wait(false, limit)?;
+            }
         }
+    }
+
+    /// Waits, but not for so long that bytes could leave unseen.
+    fn wait(&mut self, writing: bool, limit: Duration) -> Result<Waited, LaneEnd> {
+        let waited = self.link.wait(&self.start.wake, writing, limit.min(ALIVE))?;
+        // On a slow link a chunk is in our kernel's buffer for long, and nothing else shows that it leaves there.
+        let unsent = self.link.unacknowledged()?;
+        if unsent < std::mem::replace(&mut self.unsent, unsent) {
+            self.moves();
+        }
+        Ok(waited)
+    }
+
+    /// Something moved.
+    fn moves(&mut self) {
+        let now = Instant::now();
+        self.moved = now;
+        if now.saturating_duration_since(self.told) < ALIVE {
+            return;
+        }
+        self.told = now;
+        for unacked in &self.left.unacked {
+            unacked.taken.job.lives(now);
+        }
+        self.start.peer.outbox.lives(now);
     }
 
     /// How long nothing may move from now on.
@@ -267,7 +298,7 @@ impl Sender<'_> {
             match self.link.send_window(window) {
                 Ok(_) => {
                     self.start.peer.traffic.called();
-                    self.moved = Instant::now();
+                    self.moves();
                 }
                 Err(error) if would_block(&error) => self.wait_for_room()?,
                 Err(error) => return Err(error.into()),
@@ -284,7 +315,7 @@ impl Sender<'_> {
 
     fn wait_for_room(&mut self) -> Result<(), LaneEnd> {
         let limit = self.stall_limit()?.min(self.held_limit()?);
-        let waited = self.link.wait(&self.start.wake, true, limit)?;
+        let waited = self.wait(true, limit)?;
         if self.start.wake.is_ending() {
             return Err(LaneEnd::Told);
         }
@@ -302,7 +333,7 @@ impl Sender<'_> {
                 Err(error) if would_block(&error) => return Ok(()),
                 Err(error) => return Err(error.into()),
             }
-            self.moved = Instant::now();
+            self.moves();
             while let Some(bytes) = self.acks.filled().first_chunk::<ACK_BYTES>() {
                 let ack = Ack::decode(bytes).ok_or(LaneEnd::Violation("a damaged acknowledgement"))?;
                 self.acks.consume(ACK_BYTES);
