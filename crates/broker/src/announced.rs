@@ -20,6 +20,9 @@ use crate::publishes::PublishKey;
 use crate::ranks::RankLife;
 use crate::timers::Timer;
 
+/// What the data plane said to be alive is so for some while.
+const ALIVE_FOR: Micros = 500_000;
+
 /// One decode rank's fetch at one prefill rank here.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PartKey {
@@ -46,6 +49,8 @@ pub(crate) struct Part {
     pub(crate) total: u64,
     pub(crate) bytes: u64,
     pub(crate) job: Option<JobId>,
+    /// When bytes of it were last known to be under way, or waiting their turn.
+    pub(crate) alive: Option<Micros>,
     pub(crate) stage: Stage,
     /// The decode rank said that it has everything.
     delivered: bool,
@@ -209,6 +214,13 @@ impl Broker {
         }
     }
 
+    /// Whether bytes of it are under way, or wait their turn behind others that are: the decode side cannot see our line.
+    fn part_moves(&self, key: &PartKey) -> bool {
+        let lately = self.interval().max(ALIVE_FOR);
+        let alive = self.announced.get(key).and_then(|part| part.alive);
+        alive.is_some_and(|at| self.now <= at + lately)
+    }
+
     pub(crate) fn tell_part_state(&mut self, key: &PartKey, serial: u64) {
         let Some(rank) = self.announced.get(key).map(|part| part.rank) else {
             return;
@@ -217,6 +229,7 @@ impl Broker {
             fetch: key.fetch,
             rank,
             serial,
+            moving: self.part_moves(key),
             state: self.part_state(key),
         };
         self.say(&key.peer, key.incarnation, body);
@@ -244,6 +257,7 @@ impl Broker {
                 fetch,
                 rank: *rank,
                 serial,
+                moving: self.part_moves(&key),
                 state: self.part_state(&key),
             };
             self.say(peer, incarnation, body);

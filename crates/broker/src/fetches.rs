@@ -21,6 +21,7 @@ use crate::io::{JobId, Micros};
 use crate::links::{LinkKey, Terms};
 use crate::pages::Held;
 use crate::peer::FetchState;
+use crate::progress::stuck_at;
 use crate::ranks::RankLife;
 use crate::regions::Regions;
 use crate::reports::Tallies;
@@ -49,6 +50,8 @@ pub(crate) struct Fetch {
     pub(crate) met: Option<Micros>,
     /// When something last went forward.
     pub(crate) progress: Micros,
+    /// When bytes of it were last known to be under way, or waiting their turn.
+    pub(crate) alive: Micros,
     /// Most bytes that had landed at any time: landing them again is no progress.
     pub(crate) most: u64,
     /// Announced anew: what it went through before is no progress any more.
@@ -196,7 +199,7 @@ impl Broker {
         let Some(fetch) = self.fetches.get(number) else {
             return;
         };
-        let due = fetch.progress + deadline;
+        let due = fetch.stuck_at(deadline);
         let due = match fetch.stage {
             Stage::Linking => due,
             Stage::Moving => due.min(now + interval),
@@ -210,7 +213,7 @@ impl Broker {
         let Some(fetch) = self.fetches.get(number) else {
             return;
         };
-        if fetch.progress + deadline > now {
+        if fetch.stuck_at(deadline) > now {
             self.ask_parts(number);
             return self.watch_fetch(number);
         }
@@ -224,6 +227,11 @@ impl Broker {
 }
 
 impl Fetch {
+    /// When its deadline comes, unless it goes on before.
+    fn stuck_at(&self, deadline: Micros) -> Micros {
+        stuck_at(self.progress, self.alive, deadline)
+    }
+
     /// A step up to meeting the publish. Finding the ranks again and again must not go on for ever.
     pub(crate) fn went_on(&mut self, now: Micros) {
         if !self.anew {

@@ -221,6 +221,12 @@ pub enum DataEvent {
         /// Bytes acknowledged or landed so far.
         bytes: u64,
     },
+    /// The job is alive: bytes of a chunk that is under way move, or its chunks wait their turn behind others that do.
+    /// Some times a second.
+    Alive {
+        /// Job.
+        job: JobId,
+    },
     /// Every chunk up to the final end is done: landed and visible (`Receive`, `Copy`), or acknowledged
     /// by the receiver (`Send`). Never before the end is known.
     Complete {

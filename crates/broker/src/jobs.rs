@@ -86,6 +86,7 @@ impl Broker {
     pub(crate) fn data_event(&mut self, event: DataEvent) {
         match event {
             DataEvent::Progress { job, bytes } => self.job_moved(job, bytes),
+            DataEvent::Alive { job } => self.job_lives(job),
             DataEvent::Complete { job } => self.job_complete(job),
             DataEvent::Failed { job, cause } => self.job_failed(job, &cause),
             DataEvent::Closed { job, tally } => self.job_closed(job, tally),
@@ -132,6 +133,19 @@ impl Broker {
         }
         if let Some(key) = part {
             self.part_moved(&key, id, bytes);
+        }
+    }
+
+    fn job_lives(&mut self, id: JobId) {
+        let Some(job) = self.jobs.open.get(&id).filter(|job| !job.closing) else {
+            return;
+        };
+        let (part, fetch) = (job.part.clone(), job.fetch);
+        if let Some((number, _)) = fetch {
+            self.fetch_lives(number);
+        }
+        if let Some(key) = part {
+            self.part_lives(&key);
         }
     }
 

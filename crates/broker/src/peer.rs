@@ -216,6 +216,8 @@ pub enum Body {
         rank: u32,
         /// Of the question; 0 where nobody asked.
         serial: u64,
+        /// Its bytes are under way, or wait their turn behind others that are.
+        moving: bool,
         /// Where it stands.
         state: PartState,
     },

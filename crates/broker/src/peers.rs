@@ -127,8 +127,14 @@ impl Broker {
                 fetch,
                 rank,
                 serial,
+                moving,
                 state,
-            } => self.on_part_state(&peer, incarnation, fetch, rank, serial, state),
+            } => {
+                if moving {
+                    self.part_moves_there(&peer, incarnation, fetch, rank);
+                }
+                self.on_part_state(&peer, incarnation, fetch, rank, serial, state);
+            }
             Body::FetchState { fetch, state } => self.on_fetch_state(&peer, incarnation, fetch, &state),
             Body::AskFetch { fetch } => self.on_ask_fetch(&peer, incarnation, fetch),
         }

@@ -5,14 +5,57 @@ use kvferry_control::{Event, Side};
 use crate::Broker;
 use crate::announced::PartKey;
 use crate::fetches::Stage;
-use crate::io::{JobId, Micros};
+use crate::io::{JobId, Micros, PeerAddress};
 use crate::publishes::PublishKey;
 use crate::timers::Timer;
+use crate::wanted::Wanted;
 
 /// Least time between two progress events of one transfer.
 const PROGRESS_EVERY: Micros = 250_000;
 
+/// What only moves inside its chunks, or waits its turn, is taken for alive for so many deadlines at most after the last
+/// whole chunk: lanes that break again and again before a chunk is through must not keep a transfer for ever.
+pub(crate) const DEADLINES_ALIVE: Micros = 32;
+
+/// When something is stuck that last went forward at `progress` and was last known to be alive at `alive`.
+pub(crate) fn stuck_at(progress: Micros, alive: Micros, deadline: Micros) -> Micros {
+    let most = progress + deadline * DEADLINES_ALIVE;
+    (progress.max(alive) + deadline).min(most)
+}
+
 impl Broker {
+    /// Bytes of a fetch are under way, or it waits its turn.
+    pub(crate) fn fetch_lives(&mut self, number: u64) {
+        let now = self.now;
+        if let Some(fetch) = self.fetches.get_mut(number) {
+            fetch.alive = now;
+        }
+    }
+
+    /// The prefill rank's daemon says that its part is alive: only it sees whether chunks are ready and wait their turn.
+    pub(crate) fn part_moves_there(&mut self, peer: &PeerAddress, incarnation: u64, number: u64, rank: u32) {
+        let part = self.fetches.get(number).and_then(|fetch| fetch.parts.get(&rank));
+        let of = |part: &&Wanted| part.seat.peer == *peer && part.seat.incarnation == incarnation;
+        if part.filter(of).is_some_and(|part| part.job.is_some()) {
+            self.fetch_lives(number);
+        }
+    }
+
+    /// The same of a part here.
+    pub(crate) fn part_lives(&mut self, key: &PartKey) {
+        let now = self.now;
+        let Some(part) = self.announced.get_mut(key) else {
+            return;
+        };
+        part.alive = Some(now);
+        let (publish_key, decode) = (part.publish_key(key), part.decode.clone());
+        if let Some(publish) = self.publishes.get_mut(&publish_key)
+            && let Some(serving) = publish.servings.get_mut(&decode)
+        {
+            serving.alive = now;
+        }
+    }
+
     /// Bytes of one part landed.
     pub(crate) fn fetch_moved(&mut self, number: u64, rank: u32, bytes: u64) {
         let now = self.now;

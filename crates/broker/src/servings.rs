@@ -10,6 +10,7 @@ use crate::announced::{Part, PartKey, Stage};
 use crate::faults::{for_sibling, in_phase, remembered};
 use crate::io::{DataCommand, Micros};
 use crate::peer::EngineId;
+use crate::progress::stuck_at;
 use crate::publishes::{Publish, PublishKey};
 use crate::wanted::{check_length, check_state};
 
@@ -22,6 +23,8 @@ pub(crate) struct Serving {
     /// Decode ranks that have everything.
     delivered: BTreeSet<u32>,
     pub(crate) progress: Micros,
+    /// When bytes of it were last known to be under way, or waiting their turn.
+    pub(crate) alive: Micros,
     pub(crate) outcome: Option<Outcome>,
 }
 
@@ -47,6 +50,7 @@ impl Serving {
             taken: BTreeMap::new(),
             delivered: BTreeSet::new(),
             progress: now,
+            alive: 0,
             outcome: None,
         }
     }
@@ -70,8 +74,7 @@ impl Publish {
     /// When the first of those it serves has stalled for too long; `None`: it serves nobody now.
     pub(crate) fn next_deadline(&self, deadline: Micros) -> Option<Micros> {
         let open = self.servings.values().filter(|serving| serving.outcome.is_none());
-        open.map(|serving| serving.progress.max(self.stepped) + deadline)
-            .min()
+        open.map(|serving| self.stuck_at(serving, deadline)).min()
     }
 
     pub(crate) fn stalled(&self, now: Micros, deadline: Micros) -> Vec<EngineId> {
@@ -79,9 +82,13 @@ impl Publish {
             .servings
             .iter()
             .filter(|(_, serving)| serving.outcome.is_none());
-        open.filter(|(_, serving)| serving.progress.max(self.stepped) + deadline <= now)
+        open.filter(|(_, serving)| self.stuck_at(serving, deadline) <= now)
             .map(|(engine, _)| engine.clone())
             .collect()
+    }
+
+    fn stuck_at(&self, serving: &Serving, deadline: Micros) -> Micros {
+        stuck_at(serving.progress.max(self.stepped), serving.alive, deadline)
     }
 
     /// What another life of the same engine did with it.

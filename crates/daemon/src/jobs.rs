@@ -62,6 +62,7 @@ pub(crate) fn report(event: Event) -> Report {
     Report::ToBroker(match event {
         Event::ToPeer { peer, message } => return Report::ToPeer(PeerAddress(peer), message),
         Event::Progress { job: of, bytes } => DataEvent::Progress { job: job(of), bytes },
+        Event::Alive { job: of } => DataEvent::Alive { job: job(of) },
         Event::Complete { job: of } => DataEvent::Complete { job: job(of) },
         Event::Failed {
             job: of,

@@ -56,6 +56,7 @@ impl Broker {
                     fetch: announce.fetch,
                     rank: offer.rank,
                     serial: 0,
+                    moving: false,
                     state,
                 },
             );
@@ -170,6 +171,7 @@ impl Broker {
             map,
             total,
             bytes: 0,
+            alive: None,
             job: None,
             stage: Stage::Waiting,
             delivered: false,

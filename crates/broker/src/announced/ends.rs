@@ -99,6 +99,7 @@ impl Broker {
             fetch: key.fetch,
             rank: part.rank,
             serial: 0,
+            moving: false,
             state: PartState::Failed(cause.clone()),
         };
         self.say(&key.peer, key.incarnation, body);

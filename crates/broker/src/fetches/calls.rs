@@ -89,6 +89,7 @@ impl Broker {
             serial: 0,
             met: None,
             progress: self.now,
+            alive: 0,
             most: 0,
             anew: false,
             called: self.now,

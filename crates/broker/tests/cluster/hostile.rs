@@ -218,6 +218,7 @@ fn a_message_beyond_its_bounds_is_dropped() {
             fetch,
             rank: 0,
             serial: 0,
+            moving: false,
             state: kvferry_broker::PartState::Final {
                 end: 0,
                 metadata: Some(vec![1; len]),

@@ -130,3 +130,67 @@ fn more_bytes_are_progress_on_both_sides() {
         }
     }
 }
+
+#[test]
+fn bytes_under_way_keep_both_sides_alive_though_only_the_sender_sees_them() {
+    for local in [false, true] {
+        let (mut cluster, p, d, jobs) = open(local);
+        // The sender's word is enough: the receiver does not see chunks that wait their turn.
+        let (node, job) = jobs[0];
+        for _ in 0..12 {
+            cluster.input(node, Input::Data(DataEvent::Alive { job }));
+            cluster.run_for(DEADLINE / 4);
+        }
+        for engine in [p, d] {
+            assert_eq!(cluster.codes_of(engine, &id("a", 0)), [None], "{local}");
+        }
+        // And no longer than it is said.
+        cluster.run_for(2 * DEADLINE);
+        for engine in [p, d] {
+            assert_eq!(cluster.codes_of(engine, &id("a", 0)), [Some(Code::Deadline)], "{local}");
+        }
+    }
+}
+
+#[test]
+fn nothing_is_alive_for_ever_without_a_whole_chunk() {
+    for local in [false, true] {
+        let (mut cluster, p, d, jobs) = open(local);
+        let mut rounds = 0;
+        while cluster.codes_of(d, &id("a", 0)) == [None] {
+            for (node, job) in &jobs {
+                cluster.input(*node, Input::Data(DataEvent::Alive { job: *job }));
+            }
+            cluster.run_for(DEADLINE / 4);
+            rounds += 1;
+            assert!(rounds < 4 * 40, "it ends");
+        }
+        assert!(rounds > 4 * 20, "{rounds}");
+        cluster.run_for(DEADLINE);
+        assert_eq!(cluster.codes_of(p, &id("a", 0)), [Some(Code::Deadline)]);
+    }
+}
+
+#[test]
+fn a_publisher_with_nothing_ready_is_not_alive_because_others_are() {
+    let mut cluster = Cluster::new(1, 2);
+    cluster.stall();
+    let (p, d) = pair(&mut cluster, &[0], &[1]);
+    let rank = cluster.ranks_of(p)[0];
+    cluster.publish_all(p, &id("busy", 0), 17);
+    cluster.publish(rank, &id("idle", 0), 17, Ready::default(), 1, None);
+    cluster.fetch_all(d, p, &id("busy", 0), 17);
+    cluster.run_for(MOMENT);
+    let busy: Vec<_> = (0..2).map(|node| cluster.nodes[node].data.open_jobs()).collect();
+    cluster.fetch_all(d, p, &id("idle", 0), 17);
+    for _ in 0..12 {
+        for (node, jobs) in busy.iter().enumerate() {
+            cluster.input(node, Input::Data(DataEvent::Alive { job: jobs[0] }));
+        }
+        cluster.run_for(DEADLINE / 4);
+    }
+    for engine in [p, d] {
+        assert_eq!(cluster.codes_of(engine, &id("busy", 0)), [None]);
+        assert_eq!(cluster.codes_of(engine, &id("idle", 0)), [Some(Code::Deadline)]);
+    }
+}

@@ -71,6 +71,7 @@ pub(crate) fn samples() -> Vec<(&'static str, Body)> {
         fetch: 7,
         rank: 3,
         serial: 11,
+        moving: true,
         state,
     };
     let fetch = |state| Body::FetchState { fetch: 7, state };
@@ -465,6 +466,7 @@ fn what_is_longer_than_any_honest_daemon_makes_it_is_refused() {
             fetch: 0,
             rank: 0,
             serial: 0,
+            moving: false,
             state: PartState::Final {
                 end: 0,
                 metadata: Some(vec![0; 70_000]),
@@ -474,6 +476,7 @@ fn what_is_longer_than_any_honest_daemon_makes_it_is_refused() {
             fetch: 0,
             rank: 0,
             serial: 0,
+            moving: false,
             state: PartState::Failed(worded()),
         },
         Body::FetchState {

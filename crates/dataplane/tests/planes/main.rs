@@ -11,4 +11,5 @@ mod pair;
 mod processes;
 mod registration;
 mod tls;
+mod slow;
 mod transfers;

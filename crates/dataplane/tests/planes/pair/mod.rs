@@ -25,6 +25,8 @@ pub(crate) const HOST: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seen {
     pub(crate) progress: u64,
+    /// How often it was said to be alive.
+    pub(crate) alive: u32,
     pub(crate) complete: u32,
     pub(crate) failed: Option<(Code, String)>,
     pub(crate) closed: Vec<Tally>,
@@ -45,6 +47,7 @@ impl Log {
         let job = match event {
             Event::ToPeer { .. } => return,
             Event::Progress { job, .. }
+            | Event::Alive { job }
             | Event::Complete { job }
             | Event::Failed { job, .. }
             | Event::Closed { job, .. } => *job,
@@ -53,6 +56,7 @@ impl Log {
         seen.late += u32::from(!seen.closed.is_empty());
         match event {
             Event::Progress { bytes, .. } => seen.progress = seen.progress.max(*bytes),
+            Event::Alive { .. } => seen.alive += 1,
             Event::Complete { .. } => seen.complete += 1,
             Event::Failed { code, message, .. } => seen.failed = Some((*code, message.clone())),
             Event::Closed { tally, .. } => seen.closed.push(*tally),

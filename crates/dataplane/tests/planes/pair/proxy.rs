@@ -16,6 +16,8 @@ pub(crate) enum Spell {
     Cut(u64),
     /// Bytes are taken no more.
     Stall(u64),
+    /// Bytes trickle, some hundred KB a second, until the proxy is told to hurry.
+    Slow,
     /// A bit is flipped.
     Corrupt(u64),
     /// What comes back from the receiver is dropped, but for its answer to hello.
@@ -30,8 +32,13 @@ pub(crate) struct Proxy {
     pub(crate) port: u16,
     /// Connections so far.
     pub(crate) connections: Arc<AtomicU64>,
+    /// Slow connections are so no longer.
+    pub(crate) hurry: Arc<AtomicBool>,
     ending: Arc<AtomicBool>,
 }
+
+/// What a slow connection holds in its kernel.
+const SLOW_BUFFER: usize = 64 << 10;
 
 impl Proxy {
     /// `spell` says what happens to the n-th connection.
@@ -41,6 +48,8 @@ impl Proxy {
         let connections = Arc::new(AtomicU64::new(0));
         let ending = Arc::new(AtomicBool::new(false));
         let (counted, ended) = (Arc::clone(&connections), Arc::clone(&ending));
+        let hurry = Arc::new(AtomicBool::new(false));
+        let hurried = Arc::clone(&hurry);
         std::thread::spawn(move || {
             for near in listener.incoming() {
                 if ended.load(Ordering::Relaxed) {
@@ -50,12 +59,13 @@ impl Proxy {
                     continue;
                 };
                 let spell = spell(counted.fetch_add(1, Ordering::Relaxed));
-                join(near, far, spell, &ended);
+                join(near, far, spell, &ended, &hurried);
             }
         });
         Proxy {
             port,
             connections,
+            hurry,
             ending,
         }
     }
@@ -64,11 +74,21 @@ impl Proxy {
 impl Drop for Proxy {
     fn drop(&mut self) {
         self.ending.store(true, Ordering::Relaxed);
+        self.hurry.store(true, Ordering::Relaxed);
         let _ = TcpStream::connect((HOST, self.port));
     }
 }
 
-fn join(near: TcpStream, far: TcpStream, spell: Spell, ending: &Arc<AtomicBool>) {
+fn join(
+    near: TcpStream,
+    far: TcpStream,
+    spell: Spell,
+    ending: &Arc<AtomicBool>,
+    hurry: &Arc<AtomicBool>,
+) {
+    if matches!(spell, Spell::Slow) {
+        rustix::net::sockopt::set_socket_recv_buffer_size(&near, SLOW_BUFFER).unwrap();
+    }
     let (back_from, back_to) = (far.try_clone().unwrap(), near.try_clone().unwrap());
     std::thread::spawn(move || {
         let (mut from, mut to) = (back_from, back_to);
@@ -80,10 +100,10 @@ fn join(near: TcpStream, far: TcpStream, spell: Spell, ending: &Arc<AtomicBool>)
         let _ = std::io::copy(&mut from, &mut to);
         let _ = to.shutdown(Shutdown::Both);
     });
-    let ending = Arc::clone(ending);
+    let (ending, hurry) = (Arc::clone(ending), Arc::clone(hurry));
     std::thread::spawn(move || {
         let (mut near, mut far) = (near, far);
-        let _ = forward(&mut near, &mut far, spell, &ending);
+        let _ = forward(&mut near, &mut far, spell, &ending, &hurry);
         let _ = near.shutdown(Shutdown::Both);
         let _ = far.shutdown(Shutdown::Both);
     });
@@ -94,6 +114,7 @@ fn forward(
     far: &mut TcpStream,
     spell: Spell,
     ending: &AtomicBool,
+    hurry: &AtomicBool,
 ) -> std::io::Result<()> {
     let mut buffer = vec![0; 64 << 10];
     let mut passed = 0u64;
@@ -108,6 +129,15 @@ fn forward(
         let reached = |at: u64| (before..passed).contains(&at).then(|| (at - before) as usize);
         match spell {
             Spell::Nothing | Spell::Mute => {}
+            Spell::Slow => {
+                for part in bytes.chunks(4096) {
+                    if !hurry.load(Ordering::Relaxed) {
+                        std::thread::sleep(Duration::from_millis(8));
+                    }
+                    far.write_all(part)?;
+                }
+                continue;
+            }
             Spell::Cut(at) => {
                 if let Some(at) = reached(at) {
                     return far.write_all(&bytes[..at]);
