@@ -78,7 +78,10 @@ impl Copies {
     fn lives(&self) {
         let now = Instant::now();
         let mut state = self.state.lock().unwrap_or_else(|e| e.into_inner());
-        if state.lived.is_some_and(|at| now.saturating_duration_since(at) < ALIVE) {
+        if state
+            .lived
+            .is_some_and(|at| now.saturating_duration_since(at) < ALIVE)
+        {
             return;
         }
         state.lived = Some(now);

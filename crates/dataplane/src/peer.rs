@@ -145,7 +145,10 @@ impl Outbox {
     /// A lane moves: those who wait their turn behind what it moves are not stuck.
     pub(crate) fn lives(&self, now: Instant) {
         let mut state = self.state();
-        if state.lived.is_some_and(|at| now.saturating_duration_since(at) < ALIVE) {
+        if state
+            .lived
+            .is_some_and(|at| now.saturating_duration_since(at) < ALIVE)
+        {
             return;
         }
         state.lived = Some(now);

@@ -147,7 +147,11 @@ fn bytes_under_way_keep_both_sides_alive_though_only_the_sender_sees_them() {
         // And no longer than it is said.
         cluster.run_for(2 * DEADLINE);
         for engine in [p, d] {
-            assert_eq!(cluster.codes_of(engine, &id("a", 0)), [Some(Code::Deadline)], "{local}");
+            assert_eq!(
+                cluster.codes_of(engine, &id("a", 0)),
+                [Some(Code::Deadline)],
+                "{local}"
+            );
         }
     }
 }

@@ -15,7 +15,7 @@ use crate::lane::scatter::Inbox;
 use crate::lane::{LaneEnd, Link, would_block};
 use crate::line::Taken;
 use crate::peer::Peer;
-use crate::wake::{Wake, Waited};
+use crate::wake::{Waited, Wake};
 use crate::{Config, Token};
 
 /// Most frames that may be unacknowledged on a lane.

@@ -10,6 +10,6 @@ mod lifecycle;
 mod pair;
 mod processes;
 mod registration;
-mod tls;
 mod slow;
+mod tls;
 mod transfers;

@@ -23,7 +23,9 @@ fn one_lane(spell: Spell) -> (Pair, Proxy) {
 #[test]
 fn what_moves_within_a_chunk_or_waits_behind_it_is_alive() {
     let (pair, proxy) = one_lane(Spell::Slow);
-    let flows: Vec<Flow> = (1..=4).map(|seed| Flow::new(&pair.a, &pair.b, LARGE, seed)).collect();
+    let flows: Vec<Flow> = (1..=4)
+        .map(|seed| Flow::new(&pair.a, &pair.b, LARGE, seed))
+        .collect();
     let before: Vec<_> = flows.iter().map(|flow| flow.decode.ranks[0].bytes()).collect();
     let jobs: Vec<_> = flows[..3].iter().map(|flow| flow.start(&pair)).collect();
     // Its publisher has nothing ready.
@@ -57,7 +59,9 @@ fn what_moves_within_a_chunk_or_waits_behind_it_is_alive() {
 #[test]
 fn nothing_is_alive_where_nothing_moves() {
     let (pair, _proxy) = one_lane(Spell::Stall(1 << 16));
-    let flows: Vec<Flow> = (1..=2).map(|seed| Flow::new(&pair.a, &pair.b, LARGE, seed)).collect();
+    let flows: Vec<Flow> = (1..=2)
+        .map(|seed| Flow::new(&pair.a, &pair.b, LARGE, seed))
+        .collect();
     let jobs: Vec<_> = flows.iter().map(|flow| flow.start(&pair)).collect();
     let alive = || -> Vec<u32> {
         let of = |(send, receive): &(_, _)| pair.a.log.seen(*send).alive + pair.b.log.seen(*receive).alive;

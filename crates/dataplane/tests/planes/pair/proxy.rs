@@ -79,13 +79,7 @@ impl Drop for Proxy {
     }
 }
 
-fn join(
-    near: TcpStream,
-    far: TcpStream,
-    spell: Spell,
-    ending: &Arc<AtomicBool>,
-    hurry: &Arc<AtomicBool>,
-) {
+fn join(near: TcpStream, far: TcpStream, spell: Spell, ending: &Arc<AtomicBool>, hurry: &Arc<AtomicBool>) {
     if matches!(spell, Spell::Slow) {
         rustix::net::sockopt::set_socket_recv_buffer_size(&near, SLOW_BUFFER).unwrap();
     }
