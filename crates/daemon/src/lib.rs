@@ -12,6 +12,7 @@ mod drain;
 mod driver;
 mod engines;
 mod jobs;
+pub mod log;
 mod metrics;
 mod outbox;
 mod peers;

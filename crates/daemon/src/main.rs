@@ -5,10 +5,10 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use kvferry_daemon::Daemon;
-use kvferry_daemon::config::{self, Config, Invocation, LogFormat};
+use kvferry_daemon::config::{self, Config, Invocation};
+use kvferry_daemon::log::{self, Log};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
-use tracing_subscriber::EnvFilter;
 
 /// The configuration is not good.
 const BAD_CONFIG: u8 = 2;
@@ -18,39 +18,34 @@ fn main() -> ExitCode {
         Ok(Invocation::Run(config)) => config,
         Ok(Invocation::Check(config)) => {
             if let Err(error) = Daemon::check(&config) {
-                eprintln!("{error}");
+                log::complain(&error.to_string());
                 return ExitCode::from(BAD_CONFIG);
             }
-            print!("{}", config::effective(&config));
+            log::print(&config::effective(&config));
             return ExitCode::SUCCESS;
         }
         Ok(Invocation::Print(text)) => {
-            print!("{text}");
+            log::print(&text);
             return ExitCode::SUCCESS;
         }
         Err(error) => {
-            eprintln!("{error}");
+            log::complain(&error.to_string());
             return ExitCode::from(BAD_CONFIG);
         }
     };
-    start_log(&config);
+    let _log = match Log::start(&config) {
+        Ok(log) => log,
+        Err(error) => {
+            log::complain(&format!("no thread for the log: {error}"));
+            return ExitCode::FAILURE;
+        }
+    };
     match run(*config) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error:#}");
             ExitCode::FAILURE
         }
-    }
-}
-
-fn start_log(config: &Config) {
-    let filter = EnvFilter::try_new(&config.log_level).unwrap_or_else(|_| EnvFilter::new("info"));
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr);
-    match config.log_format {
-        LogFormat::Text => log.with_ansi(false).init(),
-        LogFormat::Json => log.json().flatten_event(true).init(),
     }
 }
 

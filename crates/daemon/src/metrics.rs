@@ -14,6 +14,8 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Metric, Registry};
 
+use crate::log;
+
 type Labels = Vec<(&'static str, String)>;
 type Counters = Family<Labels, Counter<u64>>;
 type Gauges = Family<Labels, Gauge<u64, AtomicU64>>;
@@ -41,6 +43,7 @@ pub(crate) struct Metrics {
     registered: Gauges,
     counts: Gauges,
     uptime: Gauges,
+    log_lost: Counters,
 }
 
 /// A metric as the documentation has it.
@@ -168,6 +171,11 @@ impl Metrics {
             "release",
             "Seconds since the daemon started.",
         );
+        let log_lost = declared.counter(
+            "kvferry_log_lines_dropped_total",
+            "why (full: too many lines waited, since the log's reader is slow; failed: they could not be written)",
+            "Lines that are missing in the log. The daemon never waits for whoever reads it.",
+        );
         Metrics {
             registry: declared.registry,
             descriptions: declared.descriptions,
@@ -187,6 +195,7 @@ impl Metrics {
             registered,
             counts,
             uptime,
+            log_lost,
         }
     }
 
@@ -241,6 +250,12 @@ impl Metrics {
         self.peer_sent.clear();
         self.peer_received.clear();
         self.peer_calls.clear();
+        self.log_lost.clear();
+        let lost = log::lost();
+        for (why, lines) in [("full", lost.no_room), ("failed", lost.not_written)] {
+            let labels = vec![("why", why.to_owned())];
+            self.log_lost.get_or_create(&labels).inc_by(lines);
+        }
         for gauges in [
             &self.peer_lanes,
             &self.peers,
