@@ -88,7 +88,7 @@ pub(crate) async fn read(
         // A daemon sends no fds; what comes is closed.
         Ok(Some(Frame {
             payload,
-            fds: Fds::None | Fds::One(_) | Fds::Several,
+            fds: Fds::None | Fds::One(_) | Fds::Several | Fds::Untaken,
         })) => decode(&payload).map(Some).map_err(FrameError::from),
     })
 }

@@ -13,6 +13,8 @@ use rustix::net::{
 
 use crate::Fault;
 
+/// Fds that one recvmsg takes in: one more than a frame may have, to tell.
+const ROOM: usize = 2;
 /// How far a payload's buffer runs ahead of what has arrived: a length alone costs the reader no more.
 const READ_AHEAD: usize = 64 << 10;
 
@@ -34,6 +36,8 @@ pub enum Fds {
     One(OwnedFd),
     /// Several, all of them closed again.
     Several,
+    /// Some that could not be taken in: this process may open no more files, or may not have these.
+    Untaken,
 }
 
 /// Why the stream cannot be read further.
@@ -154,8 +158,8 @@ impl FrameReader {
 
 /// One recvmsg. Fds that come along are taken into `fds`, or closed where there are several.
 fn receive(socket: impl AsFd, buffer: &mut [u8], fds: &mut Fds) -> io::Result<usize> {
-    // Room for two: what a third would need, the kernel closes, and says so by CTRUNC.
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    // What a third would need, the kernel closes, and says so by CTRUNC.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(ROOM))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let got = loop {
         match rustix::net::recvmsg(
@@ -168,18 +172,23 @@ fn receive(socket: impl AsFd, buffer: &mut [u8], fds: &mut Fds) -> io::Result<us
             other => break other?,
         }
     };
+    let mut taken = 0;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(rights) = message {
             for fd in rights {
+                taken += 1;
                 *fds = match fds {
                     Fds::None => Fds::One(fd),
                     Fds::One(_) | Fds::Several => Fds::Several,
+                    Fds::Untaken => Fds::Untaken,
                 };
             }
         }
     }
     if got.flags.contains(ReturnFlags::CTRUNC) {
-        *fds = Fds::Several;
+        // What there was room for did not come, either.
+        let untaken = taken < ROOM || matches!(fds, Fds::Untaken);
+        *fds = if untaken { Fds::Untaken } else { Fds::Several };
     }
     Ok(got.bytes)
 }

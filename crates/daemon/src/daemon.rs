@@ -18,6 +18,7 @@ use crate::config::{Advertised, Config, Require};
 use crate::drain::Drain;
 use crate::driver::{Driver, Question, Sources};
 use crate::engines::{self, Admission, EngineListener, ListenError, Reception};
+use crate::log::Floods;
 use crate::metrics::Metrics;
 use crate::peers::{self, Certificates, Neighbourhood, PeerSet, Tls, TlsError, check_own};
 use crate::scrape;
@@ -59,7 +60,7 @@ pub struct Addresses {
 pub enum DaemonError {
     /// The Unix socket.
     #[error("socket: {0}")]
-    Socket(#[from] ListenError),
+    Socket(ListenError),
     /// A TCP port.
     #[error("{key}: {address}: {cause}; choose a free port, or an address of this node")]
     Port {
@@ -71,11 +72,11 @@ pub enum DaemonError {
         cause: io::Error,
     },
     /// Certificates.
-    #[error("{0}")]
+    #[error(transparent)]
     Tls(#[from] TlsError),
     /// The data plane.
     #[error("data plane: {0}")]
-    DataPlane(#[from] StartError),
+    DataPlane(StartError),
 }
 
 impl Daemon {
@@ -93,7 +94,7 @@ impl Daemon {
         let host = host(&config);
         let load = |files| Certificates::load(files, &host);
         let (tls, watch) = config.tls.as_ref().map(load).transpose()?.unzip();
-        let socket = EngineListener::bind(&config.socket, config.socket_mode)?;
+        let socket = EngineListener::bind(&config.socket, config.socket_mode).map_err(DaemonError::Socket)?;
         let (peer_port, peer_address) = bind("peer_listen", config.peer_listen).await?;
         let metrics_port = match config.metrics_listen {
             Some(address) => Some(bind("metrics_listen", address).await?),
@@ -121,7 +122,8 @@ impl Daemon {
             },
             // After the driver's end nobody listens, and nothing is started any more.
             Arc::new(move |event| drop(data_events.send(event))),
-        )?;
+        )
+        .map_err(DaemonError::DataPlane)?;
         let addresses = Addresses {
             socket: config.socket.clone(),
             peers: peer_address,
@@ -144,6 +146,7 @@ impl Daemon {
             encrypts_lanes: config.encrypt_lanes,
             timeout: config.peer_timeout,
             driver: peer_events,
+            floods: Floods::default(),
         });
         let own = PeerAddress(addresses.advertised.as_str().into());
         let driver = Driver::new(
@@ -272,6 +275,7 @@ fn reception(
         driver,
         metrics: Arc::clone(metrics),
         sessions: AtomicU64::new(1),
+        floods: Floods::default(),
     }
 }
 

@@ -59,12 +59,22 @@ pub(crate) struct Driver {
     drain: Option<Drain>,
 }
 
+/// An attach that is not answered.
+#[derive(Debug)]
+struct Attaching {
+    number: u64,
+    /// What as, for the log.
+    name: String,
+    /// Dropped when it is answered.
+    _answered: oneshot::Sender<()>,
+}
+
 /// A session as the driver sees it.
 #[derive(Debug)]
 pub(crate) struct Seated {
     pub(crate) seat: Arc<Seat>,
-    /// The open call by which it attaches, and as what.
-    attaching: Option<(u64, String)>,
+    /// The open call by which it attaches.
+    attaching: Option<Attaching>,
     /// What it is attached as, for the log.
     attached_as: Option<String>,
     keys: HashSet<RegionKey>,
@@ -161,7 +171,8 @@ impl Driver {
                 envelope,
                 rank,
                 home,
-            } => self.attach(session, number, envelope, rank, home),
+                answered,
+            } => self.attach(session, number, envelope, rank, home, answered),
             SessionEvent::Registered {
                 session,
                 number,
@@ -224,14 +235,26 @@ impl Driver {
         });
     }
 
-    fn attach(&mut self, session: SessionId, number: u64, envelope: Stated, rank: u32, home: Option<String>) {
+    fn attach(
+        &mut self,
+        session: SessionId,
+        number: u64,
+        envelope: Stated,
+        rank: u32,
+        home: Option<String>,
+        answered: oneshot::Sender<()>,
+    ) {
         if self.drain.is_some() {
             return self.refuse_draining(session, number);
         }
         if let Some(seated) = self.seats.get_mut(&session) {
             let engine: String = envelope.identity.engine.chars().take(256).collect();
             let engine = record::printable(&engine);
-            seated.attaching = Some((number, format!("{engine}/{rank}")));
+            seated.attaching = Some(Attaching {
+                number,
+                name: format!("{engine}/{rank}"),
+                _answered: answered,
+            });
             self.handle(Input::Attach {
                 session,
                 number,
@@ -405,14 +428,20 @@ impl Driver {
         let Some(seated) = self.seats.get_mut(&session) else {
             return;
         };
-        if let Some((_, name)) = seated.attaching.take_if(|(attaching, _)| *attaching == number) {
+        if let Some(attaching) = seated.attaching.take_if(|attaching| attaching.number == number) {
+            let name = &attaching.name;
             match &answer {
                 Ok(_) => {
                     tracing::info!(seat = %seated.seat, rank = %name, "attached");
                     seated.seat.set_attached(true);
-                    seated.attached_as = Some(name);
+                    seated.attached_as = Some(name.clone());
                 }
-                Err(fault) => tracing::warn!(seat = %seated.seat, rank = %name, %fault, "attach refused"),
+                Err(fault) => {
+                    let what = "attach refused";
+                    if self.reception.floods.admit(what, Some(fault.code)) {
+                        tracing::warn!(seat = %seated.seat, rank = %name, %fault, "{what}");
+                    }
+                }
             }
         }
         seated.seat.answer(number, answer);

@@ -56,6 +56,8 @@ struct State {
     bytes: usize,
     /// Nothing more comes; what waits is still taken.
     end: Option<Fault>,
+    /// What waited is dropped.
+    cut: bool,
 }
 
 /// More waits than may.
@@ -103,8 +105,22 @@ impl Outbox {
         state.frames = VecDeque::new();
         state.bytes = 0;
         state.end.get_or_insert(why);
+        state.cut = true;
         drop(state);
         self.wake.notify_one();
+    }
+
+    /// Until it is cut. For whoever waits for something else than the next frame.
+    pub(crate) async fn is_cut(&self) -> Fault {
+        loop {
+            {
+                let state = self.state();
+                if let (true, Some(why)) = (state.cut, &state.end) {
+                    return why.clone();
+                }
+            }
+            self.wake.notified().await;
+        }
     }
 
     /// Ends it once what waits is taken.

@@ -14,21 +14,28 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::crowd::Crowd;
 use crate::driver::Question;
+use crate::log::Floods;
 use crate::metrics::Metrics;
 
 /// Connections at a time; past it the oldest gives way.
 const MOST_CONNECTIONS: usize = 32;
+/// How long a connection may take to ask.
+const ASKING: Duration = Duration::from_secs(3);
 /// How long a connection may take in all.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Serves until it is dropped.
 pub(crate) async fn serve(listener: TcpListener, metrics: Arc<Metrics>, driver: mpsc::Sender<Question>) {
     let mut scrapers = Crowd::new(MOST_CONNECTIONS);
+    let floods = Floods::default();
     loop {
         match listener.accept().await {
             Ok((stream, _)) => scrapers.admit(attend(stream, Arc::clone(&metrics), driver.clone())),
             Err(error) => {
-                tracing::warn!(%error, "accepting a scrape failed");
+                let what = "accepting a scrape failed";
+                if floods.admit(what, None) {
+                    tracing::warn!(%error, "{what}");
+                }
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
@@ -42,7 +49,7 @@ async fn attend(stream: TcpStream, metrics: Arc<Metrics>, driver: mpsc::Sender<Q
     });
     let mut http = hyper::server::conn::http1::Builder::new();
     http.timer(TokioTimer::new())
-        .header_read_timeout(PATIENCE)
+        .header_read_timeout(ASKING)
         .keep_alive(false);
     // Whatever a scraper does wrong is its own trouble.
     let _ = tokio::time::timeout(PATIENCE, http.serve_connection(TokioIo::new(stream), service)).await;
@@ -53,8 +60,9 @@ async fn answer(
     metrics: &Metrics,
     driver: &mpsc::Sender<Question>,
 ) -> Response<Full<Bytes>> {
-    if request.method() != Method::GET {
-        return text(StatusCode::METHOD_NOT_ALLOWED, "only GET\n");
+    // The body of an answer to HEAD is left out by hyper.
+    if !matches!(*request.method(), Method::GET | Method::HEAD) {
+        return text(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD\n");
     }
     match request.uri().path() {
         "/metrics" => {

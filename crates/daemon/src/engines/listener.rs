@@ -56,6 +56,8 @@ pub(crate) struct EngineListener {
 impl EngineListener {
     /// Takes the lock, and puts a new socket in the place of one whose daemon is dead.
     pub(crate) fn bind(path: &Path, mode: u32) -> Result<EngineListener, ListenError> {
+        // Looked at before anything is made beside it, and again once nobody else may.
+        not_in_the_way(path)?;
         let system = |what, path: &Path| {
             let path = path.to_owned();
             move |cause: io::Error| ListenError::System { what, path, cause }
@@ -83,14 +85,7 @@ impl EngineListener {
             }
             Err(cause) => return Err(system("locking", &lock_path)(cause.into())),
         }
-        match std::fs::symlink_metadata(path) {
-            Ok(found) if !found.file_type().is_socket() => {
-                return Err(ListenError::NotASocket {
-                    socket: path.to_owned(),
-                });
-            }
-            _ => {}
-        }
+        not_in_the_way(path)?;
         // Bound beside its place and moved there when it has its mode: nobody finds it half made.
         let fresh = with_suffix(path, ".new");
         match std::fs::remove_file(&fresh) {
@@ -118,6 +113,16 @@ impl Drop for EngineListener {
     }
 }
 
+/// Whatever is no socket is not ours to replace.
+fn not_in_the_way(path: &Path) -> Result<(), ListenError> {
+    match std::fs::symlink_metadata(path) {
+        Ok(found) if !found.file_type().is_socket() => Err(ListenError::NotASocket {
+            socket: path.to_owned(),
+        }),
+        _ => Ok(()),
+    }
+}
+
 fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(suffix);
@@ -134,7 +139,10 @@ pub(crate) async fn accept(listener: Arc<EngineListener>, reception: Arc<Recepti
             },
             Err(error) => {
                 // Out of fds, most likely: those that there are go on, and new ones wait in the backlog.
-                tracing::warn!(%error, "accepting an engine failed");
+                let what = "accepting an engine failed";
+                if reception.floods.admit(what, None) {
+                    tracing::warn!(%error, "{what}");
+                }
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
@@ -186,5 +194,6 @@ mod tests {
         let error = EngineListener::bind(&path, 0o600).unwrap_err();
         assert!(error.to_string().contains("is not a socket"), "{error}");
         assert_eq!(std::fs::read(&path).unwrap(), b"data");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
     }
 }

@@ -11,15 +11,20 @@ use kvferry_control::{
 };
 use kvferry_dataplane::{DataPlane, EngineProcess, RegisterError};
 use kvferry_handshake::{Code, Versions, decode, encode};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Resource, getrlimit};
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot};
 
 use super::{Admission, Seat};
+use crate::log::Floods;
 use crate::metrics::Metrics;
 
 /// How long a connection may take to greet.
 const HELLO_PATIENCE: Duration = Duration::from_secs(5);
+/// How often it is looked whether an engine that waits for its attachment is still there.
+const HANG_UP_LOOK: Duration = Duration::from_millis(200);
 /// How long a connection that is ended may take to read why.
 const PARTING_PATIENCE: Duration = Duration::from_secs(1);
 
@@ -41,6 +46,8 @@ pub(crate) enum SessionEvent {
         envelope: Stated,
         rank: u32,
         home: Option<String>,
+        /// Dropped once it is answered: the next call counts on it.
+        answered: oneshot::Sender<()>,
     },
     /// It registered memory, which is mapped.
     Registered {
@@ -72,6 +79,7 @@ pub(crate) struct Reception {
     pub(crate) driver: mpsc::Sender<SessionEvent>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) sessions: AtomicU64,
+    pub(crate) floods: Floods,
 }
 
 impl Reception {
@@ -80,7 +88,10 @@ impl Reception {
         let admitted = self.check(stream);
         if let Err(fault) = &admitted {
             self.metrics.refused(fault.code);
-            tracing::warn!(%fault, "a connection is refused");
+            let what = "a connection is refused";
+            if self.floods.admit(what, Some(fault.code)) {
+                tracing::warn!(%fault, "{what}");
+            }
         }
         admitted
     }
@@ -116,6 +127,7 @@ pub(crate) async fn run(stream: UnixStream, seat: Arc<Seat>, reception: Arc<Rece
         writer: FrameWriter::new(),
         seat: &seat,
         reception: &reception,
+        attaching: None,
     };
     let greeted = tokio::select! {
         greeted = tokio::time::timeout(HELLO_PATIENCE, session.greet()) => greeted.unwrap_or_else(|_| {
@@ -128,7 +140,10 @@ pub(crate) async fn run(stream: UnixStream, seat: Arc<Seat>, reception: Arc<Rece
         Err(why) => {
             if let Some(why) = why {
                 reception.metrics.refused(why.code);
-                tracing::info!(seat = %seat, %why, "a connection ended before it greeted");
+                let what = "a connection ended before it greeted";
+                if reception.floods.admit(what, Some(why.code)) {
+                    tracing::info!(seat = %seat, %why, "{what}");
+                }
                 session.part(&why).await;
             }
             reception.admission.leave(seat.session);
@@ -141,7 +156,10 @@ pub(crate) async fn run(stream: UnixStream, seat: Arc<Seat>, reception: Arc<Rece
                 tracing::debug!(seat = %seat, "closed");
             } else {
                 reception.metrics.refused(cause.code);
-                tracing::warn!(seat = %seat, %cause, "disconnected");
+                let what = "disconnected";
+                if reception.floods.admit(what, Some(cause.code)) {
+                    tracing::warn!(seat = %seat, %cause, "{what}");
+                }
                 session.part(&cause).await;
             }
             let session = seat.session;
@@ -165,6 +183,8 @@ struct Session<'a> {
     writer: FrameWriter,
     seat: &'a Arc<Seat>,
     reception: &'a Reception,
+    /// An attach that is not answered yet. No further call is read before.
+    attaching: Option<oneshot::Receiver<()>>,
 }
 
 impl Session<'_> {
@@ -203,18 +223,22 @@ impl Session<'_> {
             let (stream, seat, reader, writer) = (self.stream, self.seat, &mut self.reader, &mut self.writer);
             let queued = writer.queued();
             tokio::select! {
-                read = read(stream, seat, reader) => match read {
+                read = read(stream, seat, reader), if self.attaching.is_none() => match read {
                     Ok(frame) => if let Err(fault) = self.frame(frame).await {
                         return Some(fault);
                     },
                     Err(why) => return why,
                 },
+                () = answered(&mut self.attaching) => self.attaching = None,
+                () = hung_up(stream), if self.attaching.is_some() => return None,
                 taken = seat.outbox.take(), if queued == 0 => match taken {
                     Ok(frame) => if let Err(error) = writer.push(frame, None) {
                         return Some(error.into());
                     },
                     Err(cut) => return Some(cut),
                 },
+                // The one who reads nothing must not be kept, either.
+                cut = seat.outbox.is_cut(), if queued > 0 => return Some(cut),
                 written = stream.async_io(Interest::WRITABLE, || writer.write(stream)), if queued > 0 => {
                     if written.is_err() {
                         return None;
@@ -265,12 +289,15 @@ impl Session<'_> {
                 // Takes a while where there are many ranks: others must not wait for it.
                 let envelope = tokio::task::spawn_blocking(move || Stated::new(*envelope)).await;
                 let envelope = envelope.map_err(|error| Fault::new(Code::Internal, error.to_string()))?;
+                let (answered, wait) = oneshot::channel();
+                self.attaching = Some(wait);
                 self.tell(SessionEvent::Attach {
                     session,
                     number,
                     envelope,
                     rank,
                     home,
+                    answered,
                 })
                 .await
             }
@@ -326,6 +353,7 @@ impl Session<'_> {
                     len,
                 )
             }
+            (_, Fds::Untaken) => return Err(untaken(region)),
             (Memory::Process { .. }, Fds::One(_) | Fds::Several) => {
                 return kind(format!(
                     "an fd came with region {region}, which is memory of the process; send none"
@@ -368,6 +396,40 @@ impl Session<'_> {
     async fn part(&mut self, why: &Fault) {
         let _ = tokio::time::timeout(PARTING_PATIENCE, self.send(&Response::Hello(Err(why.clone())))).await;
     }
+}
+
+/// Until an attach is answered; for ever where there is none.
+async fn answered(attaching: &mut Option<oneshot::Receiver<()>>) {
+    match attaching {
+        // Its end is told by dropping the other end.
+        Some(answered) => drop(answered.await),
+        None => std::future::pending().await,
+    }
+}
+
+/// Until the engine has closed its end, whatever it left unread.
+async fn hung_up(stream: &UnixStream) {
+    loop {
+        tokio::time::sleep(HANG_UP_LOOK).await;
+        let mut polled = [PollFd::new(stream, PollFlags::RDHUP)];
+        let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+        let looked = rustix::event::poll(&mut polled, Some(&Timespec::default()));
+        if looked.is_ok() && polled.iter().any(|polled| polled.revents().intersects(gone)) {
+            return;
+        }
+    }
+}
+
+fn untaken(region: u16) -> Fault {
+    let most = getrlimit(Resource::Nofile).current;
+    let most = most.map_or_else(|| "unlimited".to_owned(), |most| most.to_string());
+    Fault::new(
+        Code::OverLimit,
+        format!(
+            "the fd of region {region} could not be taken in: the daemon has as many files open as it may (RLIMIT_NOFILE \
+             is {most}; LimitNOFILE= of its service), or a security module forbids this one"
+        ),
+    )
 }
 
 async fn read(stream: &UnixStream, seat: &Seat, reader: &mut FrameReader) -> Result<Frame, Option<Fault>> {

@@ -29,7 +29,10 @@ pub(crate) async fn accept(listener: TcpListener, shared: Shared) {
         match listener.accept().await {
             Ok((stream, from)) => unproven.admit(receive(stream, from, Arc::clone(&shared))),
             Err(error) => {
-                tracing::warn!(%error, "accepting a peer failed");
+                let what = "accepting a peer failed";
+                if shared.floods.admit(what, None) {
+                    tracing::warn!(%error, "{what}");
+                }
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
@@ -40,8 +43,18 @@ async fn receive(stream: TcpStream, from: SocketAddr, shared: Shared) {
     match tokio::time::timeout(GREETING_PATIENCE, greet(stream, from, &shared)).await {
         // A task of its own: this one may be ended to make room.
         Ok(Ok(caller)) => drop(tokio::spawn(introduce(caller, from, shared))),
-        Ok(Err(fault)) => tracing::warn!(%from, %fault, "a peer's connection is refused"),
-        Err(_) => tracing::warn!(%from, "a peer's connection did not greet in time"),
+        Ok(Err(fault)) => {
+            let what = "a peer's connection is refused";
+            if shared.floods.admit(what, Some(fault.code)) {
+                tracing::warn!(%from, %fault, "{what}");
+            }
+        }
+        Err(_) => {
+            let what = "a peer's connection did not greet in time";
+            if shared.floods.admit(what, None) {
+                tracing::warn!(%from, "{what}");
+            }
+        }
     }
 }
 
@@ -85,7 +98,10 @@ async fn introduce(caller: Caller, from: SocketAddr, shared: Shared) {
         }
         Decision::Duplicate => (HelloAnswer::Duplicate, None),
         Decision::Refuse(fault) => {
-            tracing::warn!(%from, %fault, "a peer is refused");
+            let what = "a peer is refused";
+            if shared.floods.admit(what, Some(fault.code)) {
+                tracing::warn!(%from, %fault, "{what}");
+            }
             (HelloAnswer::Refused(fault), None)
         }
     };

@@ -189,6 +189,7 @@ mod tests {
             encrypts_lanes: false,
             timeout: PATIENCE,
             driver,
+            floods: Default::default(),
         });
         let now = std::time::Instant::now();
         let mut set = PeerSet::new(kvferry_broker::PeerAddress("n:1".into()), 1, 1, 1000);

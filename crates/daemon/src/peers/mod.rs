@@ -27,6 +27,7 @@ pub(crate) use tls::{Tls, check_own};
 pub(crate) use wire::{PeerFrame, encode};
 
 use crate::config::Advertised;
+use crate::log::Floods;
 
 /// What peers' tasks ask and tell the driver.
 #[derive(Debug)]
@@ -84,6 +85,7 @@ pub(crate) struct Neighbourhood {
     /// Silence after which a peer counts as lost.
     pub(crate) timeout: std::time::Duration,
     pub(crate) driver: mpsc::Sender<PeerEvent>,
+    pub(crate) floods: Floods,
 }
 
 pub(crate) type Shared = Arc<Neighbourhood>;

@@ -263,6 +263,49 @@ async fn fds_that_do_not_belong_are_closed_and_named() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn calls_that_do_not_wait_for_answers_take_effect_in_order() {
+    let node = Node::start(|_| {}).await;
+    let socket = node.socket().to_owned();
+    blocking(move || {
+        let mut raw = Raw::greeted(&socket);
+        let envelope = Box::new(envelope("hasty"));
+        raw.say(&Request::Call {
+            number: 1,
+            call: Call::Attach {
+                envelope,
+                rank: 0,
+                home: None,
+            },
+        });
+        for number in 2..5 {
+            raw.say(&Request::Call {
+                number,
+                call: Call::Unregister { region: 0 },
+            });
+        }
+        let memory = Memory::Memfd { offset: 0, len: 4096 };
+        raw.say(&Request::Call {
+            number: 5,
+            call: Call::Register { region: 0, memory },
+        });
+        // Answers come in any order; effects do not: the last one is refused since no fd came along, not since
+        // it is not attached.
+        let mut answers: Vec<(u64, Option<Code>)> = (1..=5)
+            .map(|_| match raw.hear() {
+                Some(Response::Answer { number, answer }) => (number, answer.err().map(|fault| fault.code)),
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        answers.sort_by_key(|(number, _)| *number);
+        let unknown = Some(Code::RegionUnknown);
+        let expected = [None, unknown, unknown, unknown, Some(Code::RegionKind)];
+        assert!(answers.iter().map(|(_, code)| *code).eq(expected), "{answers:?}");
+    })
+    .await;
+    node.settles("connections", 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_thousand_idle_connections_hurt_nobody() {
     let node = Node::start(|config| config.limits.connections_per_user = 300).await;
     let engine = Engine::attach(node.socket(), "early").await;
@@ -298,27 +341,31 @@ async fn a_connection_that_never_greets_is_closed() {
 async fn a_client_that_never_reads_is_disconnected_and_hurts_nobody() {
     let node = Node::start(|config| config.limits.engine_queue_bytes = 64 << 10).await;
     let engine = Engine::attach(node.socket(), "well-behaved").await;
-    let mut raw = Raw::attached(node.socket(), "deaf");
-    raw.stream.set_nonblocking(true).unwrap();
-    let call = encode(&Request::Call {
-        number: 1,
-        call: Call::Status,
-    })
-    .unwrap();
-    let call = frame(&call).unwrap();
-    // Asks without end and never reads an answer.
-    let asking = async {
-        loop {
-            match raw.stream.write(&call) {
-                Ok(_) => tokio::task::yield_now().await,
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                    tokio::time::sleep(Duration::from_millis(1)).await;
+    for slowly in [false, true] {
+        let mut raw = Raw::attached(node.socket(), "deaf");
+        raw.stream.set_nonblocking(true).unwrap();
+        let call = encode(&Request::Call {
+            number: 1,
+            call: Call::Status,
+        })
+        .unwrap();
+        let call = frame(&call).unwrap();
+        // Asks without end and never reads an answer.
+        let asking = async {
+            loop {
+                match raw.stream.write(&call) {
+                    // Slowly, its socket is full before anything waits in the daemon; quickly, the other way round.
+                    Ok(_) if slowly => tokio::time::sleep(Duration::from_millis(1)).await,
+                    Ok(_) => tokio::task::yield_now().await,
+                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                        tokio::time::sleep(Duration::from_millis(1)).await;
+                    }
+                    Err(_) => return,
                 }
-                Err(_) => return,
             }
-        }
-    };
-    soon("its disconnection", asking).await;
+        };
+        soon("its disconnection", asking).await;
+    }
     soon("another's status", engine.rank.status()).await.unwrap();
     node.settles("connections", 2).await;
     node.settles("ranks", 1).await;

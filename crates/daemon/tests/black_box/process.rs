@@ -1,8 +1,9 @@
 //! The program itself: its exit codes, its restart, and its end.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kvferry_client::{Client, ClientError, Notice, Progress};
@@ -15,6 +16,7 @@ use crate::rig::{Authority, Engine, envelope, soon};
 /// A running kvferryd. Killed when it is dropped.
 pub(crate) struct Program {
     child: Child,
+    log: Option<JoinHandle<Vec<String>>>,
     pub(crate) advertised: String,
 }
 
@@ -42,10 +44,10 @@ impl Program {
             let line: serde_json::Value = serde_json::from_str(&line.unwrap()).unwrap();
             (line["message"] == "kvferryd is ready").then(|| line["advertised"].as_str().unwrap().to_owned())
         });
-        // Read on, so that it never blocks on its log.
-        std::thread::spawn(move || lines.for_each(drop));
+        let log = std::thread::spawn(move || lines.map_while(Result::ok).collect());
         Program {
             child,
+            log: Some(log),
             advertised: ready.expect("it ended before it was ready"),
         }
     }
@@ -54,11 +56,15 @@ impl Program {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
+    /// Its log from when it was ready until it ended, which it does by itself.
+    async fn log(mut self) -> Vec<String> {
+        let log = self.log.take().unwrap();
+        let read = tokio::task::spawn_blocking(move || log.join().unwrap());
+        soon("the log's end", read).await.unwrap()
+    }
+
     async fn exit_code(mut self) -> Option<i32> {
-        let wait = tokio::task::spawn_blocking(move || {
-            let status = self.child.wait().unwrap();
-            status.code()
-        });
+        let wait = tokio::task::spawn_blocking(move || self.child.wait().unwrap().code());
         soon("its end", wait).await.unwrap()
     }
 }
@@ -67,6 +73,76 @@ impl Drop for Program {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+/// Attaches, moves pages and asks for the status, at a daemon whose log nobody reads.
+async fn serves(socket: &Path, advertised: &str) {
+    let (prefill, decode) = (
+        Engine::attach(socket, "p").await,
+        Engine::attach(socket, "d").await,
+    );
+    let source = format!("kvferry://{advertised}/p");
+    // Each transfer leaves two lines of a few hundred bytes.
+    for n in 0..40 {
+        let id = format!("t{n}");
+        let publish = prefill.publish_of(&id, &[1], 4);
+        soon("the publish", prefill.rank.publish(publish)).await.unwrap();
+        let fetch = decode.fetch_of(&source, &id, &[2], 4);
+        let fetching = soon("the fetch", decode.rank.fetch(fetch)).await.unwrap();
+        soon("delivery", fetching.ended()).await.unwrap();
+    }
+    soon("the status", prefill.rank.status()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_log_that_nobody_reads_any_more_neither_ends_nor_stops_the_daemon() {
+    for gone in [true, false] {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("kvferryd.sock");
+        let (reading, writing) = std::io::pipe().unwrap();
+        rustix::pipe::fcntl_setpipe_size(&writing, 4096).unwrap();
+        let mut child = Command::new(env!("CARGO_BIN_EXE_kvferryd"))
+            .arg("--socket")
+            .arg(&socket)
+            .args(["--peer-listen=127.0.0.1:0", "--metrics-listen=off"])
+            .stderr(writing)
+            .spawn()
+            .unwrap();
+        let advertised = soon("the daemon", Client::connect(&socket)).await.unwrap();
+        let advertised = advertised.welcome().address;
+        let reading = (!gone).then_some(reading);
+        serves(&socket, &advertised).await;
+        kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+        let wait = tokio::task::spawn_blocking(move || child.wait().unwrap().code());
+        assert_eq!(soon("its end", wait).await.unwrap(), Some(0), "{gone}");
+        drop(reading);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_anyone_can_cause_as_often_as_they_like_is_logged_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("kvferryd.sock");
+    let program = Program::start(&socket, &[]);
+    for _ in 0..300 {
+        let mut peer = std::net::TcpStream::connect(&program.advertised).unwrap();
+        peer.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        // Its end: the daemon has refused it.
+        let _ = peer.read_to_end(&mut Vec::new());
+        let mut engine = std::os::unix::net::UnixStream::connect(&socket).unwrap();
+        engine.write_all(&[4, 0, 0, 0, 9, 9, 9, 9]).unwrap();
+        let _ = engine.read_to_end(&mut Vec::new());
+    }
+    program.signal(Signal::TERM);
+    let log = program.log().await;
+    let lines = |what: &str| log.iter().filter(|line| line.contains(what)).count();
+    for what in [
+        "a peer's connection is refused",
+        "a connection ended before it greeted",
+    ] {
+        // The first, and counts of the others, which come seldom.
+        assert!((1..=10).contains(&lines(what)), "{what}: {} lines", lines(what));
     }
 }
 
