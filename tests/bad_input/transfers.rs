@@ -320,12 +320,12 @@ async fn pages_that_the_prefill_side_does_not_have_fail_both() {
             .await;
         let ends = fetched.ended(PATIENCE).await;
         let cause = &ends[0].as_ref().unwrap_err().cause;
-        check(cause, Code::PageAbsent, &["group 1", "entry 12"], name);
+        check(cause, Code::PageAbsent, &["group \"window\"", "entry 12"], name);
         let cause = within(PATIENCE, name, publication.ended())
             .await
             .unwrap_err()
             .cause;
-        check(&cause, Code::PageAbsent, &["group 1", "entry 12"], name);
+        check(&cause, Code::PageAbsent, &["group \"window\"", "entry 12"], name);
         decode.settle_fetch(&fetched, &ends, name);
         prefill.give_back(&pages);
         // What is absent on both sides is not missed.

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Context;
 use kvferry_daemon::Daemon;
@@ -40,7 +41,8 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    match run(*config) {
+    let ended = runtime().and_then(|runtime| runtime.block_on(run(*config)));
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error:#}");
@@ -49,7 +51,15 @@ fn main() -> ExitCode {
     }
 }
 
-#[tokio::main]
+/// Threads for what would hold up others go when it is done, rather than after a while.
+fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    runtime.enable_all().thread_keep_alive(Duration::from_millis(100));
+    runtime
+        .build()
+        .context("no threads or fds to begin with; see ulimit -u and ulimit -n")
+}
+
 async fn run(config: Config) -> anyhow::Result<()> {
     raise_fd_limit();
     let grace = config.grace;
