@@ -110,12 +110,10 @@ impl Broker {
         }
         let key = (failure.engine.clone(), failure.side, failure.transfer.id.clone());
         let attempt = failure.transfer.attempt;
-        if self
-            .engine_ends
-            .failed
-            .get(&key)
-            .is_none_or(|(known, _)| *known < attempt)
-        {
+        // A fetch over a refused link is refused by what is remembered of the link, which has every mismatch.
+        let of_link = failure.side == Side::Fetch && failure.cause.code == Code::LinkRefused;
+        let newer = |known: &(u32, Fault)| known.0 < attempt;
+        if !of_link && self.engine_ends.failed.get(&key).is_none_or(newer) {
             let until = self.remember_until();
             self.engine_ends
                 .failed
