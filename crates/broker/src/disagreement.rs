@@ -1,73 +1,90 @@
 //! Names the first field in which two envelopes of one engine differ.
 
-use std::fmt::Debug;
-
 use kvferry_handshake::Envelope;
+use serde_json::Value;
 
-/// The field and both values, shortened.
+/// Longest value that is shown, in characters.
+const SHOWN: usize = 100;
+
+/// The field, as envelope files name it, and both values.
 pub(crate) fn first_difference(ours: &Envelope, theirs: &Envelope) -> String {
-    identity(ours, theirs)
-        .or_else(|| list("page_group", &ours.page_groups, &theirs.page_groups))
-        .or_else(|| list("component", &ours.components, &theirs.components))
-        .or_else(|| ranks(ours, theirs))
-        .unwrap_or_else(|| "they are equal".to_owned())
+    match (serde_json::to_value(ours), serde_json::to_value(theirs)) {
+        (Ok(ours), Ok(theirs)) => differing("", &ours, &theirs),
+        _ => None,
+    }
+    .unwrap_or_else(|| "they are equal".to_owned())
 }
 
-fn field<T: PartialEq + Debug>(name: &str, ours: &T, theirs: &T) -> Option<String> {
-    (ours != theirs).then(|| format!("{name}: {} against {}", short(ours), short(theirs)))
+/// An envelope is only a few levels deep.
+fn differing(path: &str, ours: &Value, theirs: &Value) -> Option<String> {
+    let within = |name: &str| match path {
+        "" => name.to_owned(),
+        _ => format!("{path}.{name}"),
+    };
+    match (ours, theirs) {
+        _ if ours == theirs => None,
+        (Value::Object(a), Value::Object(b)) if a.keys().eq(b.keys()) => a
+            .iter()
+            .find_map(|(name, value)| differing(&within(name), value, b.get(name)?)),
+        // Of two variants, the names are what differs.
+        (Value::Object(a), Value::Object(b)) => {
+            let names = |map: &serde_json::Map<String, Value>| {
+                let names: Vec<&str> = map.keys().map(String::as_str).collect();
+                names.join(" ")
+            };
+            Some(format!("{path}: {} against {}", names(a), names(b)))
+        }
+        (Value::Array(a), Value::Array(b)) if a.len() == b.len() => a
+            .iter()
+            .zip(b)
+            .enumerate()
+            .find_map(|(at, (a, b))| differing(&within(&at.to_string()), a, b)),
+        _ => Some(format!("{path}: {} against {}", shown(ours), shown(theirs))),
+    }
 }
 
-fn short(value: &impl Debug) -> String {
-    let text = format!("{value:?}");
-    match text.char_indices().nth(300) {
+fn shown(value: &Value) -> String {
+    let text = match value {
+        Value::Null => "not stated".to_owned(),
+        Value::String(text) => text.clone(),
+        Value::Array(list) => format!("a list of {}", list.len()),
+        Value::Object(map) => map.keys().next().cloned().unwrap_or_default(),
+        other => other.to_string(),
+    };
+    match text.char_indices().nth(SHOWN) {
         Some((at, _)) => format!("{}...", &text[..at]),
         None => text,
     }
 }
 
-fn identity(ours: &Envelope, theirs: &Envelope) -> Option<String> {
-    let (a, b) = (&ours.identity, &theirs.identity);
-    field("identity.role", &a.role, &b.role)
-        .or_else(|| field("identity.incarnation", &a.incarnation, &b.incarnation))
-        .or_else(|| field("identity.model", &a.model, &b.model))
-        .or_else(|| field("identity.revision", &a.revision, &b.revision))
-        .or_else(|| field("identity.weights_digest", &a.weights_digest, &b.weights_digest))
-        .or_else(|| field("identity.config_digest", &a.config_digest, &b.config_digest))
-        .or_else(|| field("identity.framework", &a.framework, &b.framework))
-        .or_else(|| {
-            field(
-                "identity.framework_version",
-                &a.framework_version,
-                &b.framework_version,
-            )
-        })
-        .or_else(|| {
-            field(
-                "identity.prefill_context_parallel",
-                &a.prefill_context_parallel,
-                &b.prefill_context_parallel,
-            )
-        })
-        // Whatever the identity holds besides.
-        .or_else(|| field("identity", a, b))
-}
+#[cfg(test)]
+mod tests {
+    use kvferry_handshake::{Launch, ModelShape};
 
-fn list<T: PartialEq + Debug>(name: &str, ours: &[T], theirs: &[T]) -> Option<String> {
-    field(&format!("number of {name}s"), &ours.len(), &theirs.len()).or_else(|| {
-        let pairs = ours.iter().zip(theirs).enumerate();
-        pairs
-            .into_iter()
-            .find_map(|(at, (a, b))| field(&format!("{name}.{at}"), a, b))
-    })
-}
+    use super::first_difference;
 
-fn ranks(ours: &Envelope, theirs: &Envelope) -> Option<String> {
-    field("number of ranks", &ours.ranks.len(), &theirs.ranks.len()).or_else(|| {
-        ours.ranks.iter().zip(&theirs.ranks).find_map(|(a, b)| {
-            let rank = a.rank;
-            field("rank", &a.rank, &b.rank)
-                .or_else(|| field(&format!("rank.{rank}.dcp_rank"), &a.dcp_rank, &b.dcp_rank))
-                .or_else(|| list(&format!("rank.{rank}.placement"), &a.placements, &b.placements))
-        })
-    })
+    #[test]
+    fn the_field_is_named_with_both_values_and_no_more() {
+        let model = ModelShape::new("model", 2).latent(0..2, 8);
+        let ours = Launch::default().envelope(&model).unwrap();
+        let told = |change: fn(&mut kvferry_handshake::Envelope)| {
+            let mut theirs = ours.clone();
+            change(&mut theirs);
+            first_difference(&ours, &theirs)
+        };
+        assert_eq!(
+            told(|theirs| theirs.components[0].parts[0].width = 64),
+            "components.0.parts.0.width: 8 against 64"
+        );
+        assert_eq!(
+            told(|theirs| theirs.identity.revision = Some("main".to_owned())),
+            "identity.revision: not stated against main"
+        );
+        assert_eq!(
+            told(|theirs| theirs.components.clear()),
+            "components: a list of 1 against a list of 0"
+        );
+        let long = told(|theirs| theirs.identity.model = "m".repeat(5000));
+        assert!(long.len() < 200, "{long}");
+    }
 }

@@ -38,6 +38,13 @@ pub(crate) fn in_phase(cause: &Fault, phase: impl FnOnce() -> String) -> Fault {
     })
 }
 
+/// The same cause with something behind it, bounded: the rest gives way.
+pub(crate) fn behind(mut cause: Fault, words: &str) -> Fault {
+    clamp_text(&mut cause.message, MAX_MESSAGE.saturating_sub(words.len()));
+    cause.message.push_str(words);
+    bounded(cause)
+}
+
 /// What is remembered of a cause: its mismatches are only counted. Who fetches again is told them by the link.
 pub(crate) fn remembered(cause: &Fault) -> Fault {
     let mut message = cause.message.clone();
@@ -73,7 +80,10 @@ pub(crate) fn for_sibling(cause: &Fault, rank: u32) -> Fault {
             | Code::SiblingFailed
     );
     if stays {
-        return bounded(cause.clone());
+        return bounded(Fault {
+            message: format!("rank {rank}: {}", cause.message),
+            ..cause.clone()
+        });
     }
     bounded(Fault {
         code: Code::SiblingFailed,
@@ -138,7 +148,7 @@ mod tests {
         assert_eq!(at_first.message, "stalled [publish, final]");
         let told = from_peer(for_sibling(&at_first, 1), "node:1");
         let passed_on = in_phase(&told, || "fetch, moving".to_owned());
-        assert_eq!(passed_on.message, "node:1: stalled [publish, final]");
+        assert_eq!(passed_on.message, "node:1: rank 1: stalled [publish, final]");
     }
 
     #[test]

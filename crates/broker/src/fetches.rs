@@ -26,6 +26,7 @@ use crate::ranks::RankLife;
 use crate::regions::Regions;
 use crate::reports::Tallies;
 use crate::siblings::Attempts;
+use crate::standing::Stood;
 use crate::timers::Timer;
 use crate::wanted::{Heard, Wanted};
 
@@ -61,6 +62,8 @@ pub(crate) struct Fetch {
     /// Why the link is not there yet.
     waits: Option<Fault>,
     tallies: Tallies,
+    /// Set when it begins to fail.
+    stood: Option<Stood>,
 }
 
 #[derive(Debug)]

@@ -24,6 +24,7 @@ use crate::regions::Regions;
 use crate::reports::Tallies;
 use crate::servings::Serving;
 use crate::siblings::{Attempts, of_id};
+use crate::standing::Stood;
 use crate::timers::Timer;
 
 use checks::{check_extends, check_growth, check_lists, check_small, normal};
@@ -51,6 +52,8 @@ pub(crate) struct Publish {
     pub(crate) lease_until: Micros,
     /// Set when nothing more begins; `Some(None)`: it ends well.
     ending: Option<Option<Fault>>,
+    /// Where it stood then, if it fails.
+    stood: Option<Stood>,
 }
 
 #[derive(Debug)]
@@ -223,6 +226,18 @@ impl Broker {
             return Err(Fault::new(Code::NotAttached, "attach first"));
         };
         let Some(pages) = call.pages else {
+            // The next step of one that has just ended: the event is on its way.
+            let key = (life, call.transfer.clone());
+            if let Some(ended) = self.publishes.ended(&key) {
+                return Err(match ended {
+                    Some(cause) => cause.clone(),
+                    None => Fault::new(
+                        Code::TransferExists,
+                        format!("the publish of {} has ended: everything it served was delivered", key.1.id),
+                    ),
+                });
+            }
+            self.check_siblings(life, Side::Publish, &call.transfer)?;
             return Err(Fault::new(
                 Code::PagesInvalid,
                 "the first publish of a transfer must give the page lists",
@@ -259,6 +274,7 @@ impl Broker {
             called: now,
             lease_until: now + self.config.lease_us,
             ending: None,
+            stood: None,
         };
         for (engine, why) in self.forgone.take(&key) {
             if publish.servings.len() < usize::try_from(publish.serves).unwrap_or(usize::MAX) {
@@ -356,17 +372,22 @@ impl Broker {
     /// Fails a publish with all that it serves. `spread`: the engine's other ranks are to be told.
     pub(crate) fn fail_publish(&mut self, key: &PublishKey, cause: &Fault, spread: bool) {
         if let Some(publish) = self.publishes.get(key) {
-            let cause = faults::in_phase(cause, || publish.standing());
+            let cause = faults::in_phase(cause, || self.publish_stands(publish));
             self.end_publish(key, Some(cause), spread);
         }
     }
 
     /// Ends a publish, well or with a cause that says where it stood.
     pub(crate) fn end_publish(&mut self, key: &PublishKey, cause: Option<Fault>, spread: bool) {
+        let stood = match (&cause, self.publishes.get(key)) {
+            (Some(_), Some(publish)) => Some(publish.stood(self.under_way(publish))),
+            _ => None,
+        };
         let Some(publish) = self.publishes.get_mut(key) else {
             return;
         };
         publish.ending = Some(cause.clone());
+        publish.stood = stood;
         let parts = publish.parts.clone();
         self.timers.cancel(&Timer::Publish(key.clone()));
         if let Some(cause) = cause {
@@ -391,13 +412,17 @@ impl Broker {
             return;
         };
         let (life, transfer) = key.clone();
-        let cause = publish.ending.clone().flatten();
+        let cause = publish.ending.flatten();
         let until = self.remember_until();
         let kept = cause.as_ref().map(faults::remembered);
         self.publishes.ended.put(key.clone(), kept, until);
         self.publishes.attempts.put(life, &transfer, until);
         let report = publish.tallies.report(publish.called, publish.met, self.now);
-        let tokens = publish.end().unwrap_or(publish.ready.tokens);
+        let cause = cause.map(|cause| match &publish.stood {
+            Some(stood) => stood.at_end(cause, publish.tallies.bytes(), None),
+            None => cause,
+        });
+        let tokens = publish.ready.end.unwrap_or(publish.ready.tokens);
         let event = match &cause {
             None => Event::Delivered {
                 side: Side::Publish,

@@ -309,10 +309,13 @@ impl Broker {
     ) {
         // The engines that it serves besides have a whole lease to come.
         let lease_until = self.now + self.config.lease_us;
+        let Some(publish) = self.publishes.get(key) else {
+            return;
+        };
+        let cause = in_phase(cause, || self.publish_stands(publish));
         let Some(publish) = self.publishes.get_mut(key) else {
             return;
         };
-        let cause = in_phase(cause, || publish.standing());
         let failed = |serving: &Serving| matches!(serving.outcome, Some(Outcome::Failed(_)));
         let first = !publish.servings.values().any(failed);
         let Some(serving) = publish
@@ -400,10 +403,10 @@ impl Broker {
         let declined = outcomes.iter().all(|outcome| **outcome == Outcome::Declined);
         let cause = failed.or_else(|| {
             declined.then(|| {
-                let names: Vec<&str> = publish
+                let names: Vec<String> = publish
                     .servings
                     .keys()
-                    .map(|engine| engine.name.as_str())
+                    .map(|engine| format!("{} at {}", engine.name, engine.home))
                     .collect();
                 Fault::new(
                     Code::Declined,

@@ -1,12 +1,65 @@
 //! Where transfers stand, in words, for causes: phase, peers and bytes done.
 
+use kvferry_control::Fault;
+
+use crate::Broker;
+use crate::faults::behind;
 use crate::fetches::{Fetch, Stage};
 use crate::publishes::Publish;
 use crate::wanted::{Heard, Wanted};
 
+/// Where a transfer stood when it began to end.
+#[derive(Clone, Debug)]
+pub(crate) struct Stood {
+    phase: String,
+    /// As its cause tells it, if the cause arose here: with the bytes of then.
+    told: String,
+}
+
+impl Stood {
+    /// The cause for the rank itself: it tells the rank's own phase and its bytes, those of the report. Bytes of another rank,
+    /// whose failure it may be, stay beside them, behind that one's name.
+    pub(crate) fn at_end(&self, cause: Fault, bytes: u64, total: Option<u64>) -> Fault {
+        let done = done(bytes, total);
+        if cause.message.contains(&self.told) {
+            let told = format!("{}; {done}", self.phase);
+            return Fault {
+                message: cause.message.replace(&self.told, &told),
+                ..cause
+            };
+        }
+        behind(cause, &format!(" [here: {}; {done}]", self.phase))
+    }
+}
+
+fn done(bytes: u64, total: Option<u64>) -> String {
+    match total {
+        Some(total) => format!("{bytes} of {total} bytes done"),
+        None => format!("{bytes} bytes done"),
+    }
+}
+
 impl Fetch {
+    pub(crate) fn stood(&self) -> Stood {
+        Stood {
+            phase: self.phase(),
+            told: self.standing(),
+        }
+    }
+
     /// Phase, peer and bytes done, for causes.
     pub(crate) fn standing(&self) -> String {
+        let bytes = self.parts.values().map(|part| part.bytes).sum();
+        // What is under way counts for no more than a sign of life.
+        let more = if self.alive > self.progress { ", more under way" } else { "" };
+        format!("{}; {}{more}", self.phase(), done(bytes, Some(self.total())))
+    }
+
+    pub(crate) fn total(&self) -> u64 {
+        self.parts.values().map(|part| part.total).sum()
+    }
+
+    fn phase(&self) -> String {
         let at = |ranks: &[(u32, &Wanted)]| {
             let names: Vec<String> = ranks
                 .iter()
@@ -44,15 +97,26 @@ impl Fetch {
             let moving: Vec<_> = moving.into_iter().map(|(rank, part)| (*rank, part)).collect();
             format!("moving from prefill rank {}", at(&moving))
         };
-        let done: u64 = self.parts.values().map(|part| part.bytes).sum();
-        let total: u64 = self.parts.values().map(|part| part.total).sum();
-        format!("fetch, {phase}; {done} of {total} bytes done")
+        format!("fetch, {phase}")
     }
 }
 
 impl Publish {
+    /// `under_way`: bytes done of jobs that are open.
+    pub(crate) fn stood(&self, under_way: u64) -> Stood {
+        Stood {
+            phase: self.phase(),
+            told: self.standing(under_way),
+        }
+    }
+
     /// Phase, peers and bytes done, for causes.
-    pub(crate) fn standing(&self) -> String {
+    pub(crate) fn standing(&self, under_way: u64) -> String {
+        let bytes = self.tallies.bytes() + under_way;
+        format!("{}; {}", self.phase(), done(bytes, None))
+    }
+
+    fn phase(&self) -> String {
         let mut serving = Vec::new();
         for (engine, serving_it) in self
             .servings
@@ -77,14 +141,31 @@ impl Publish {
             "final"
         };
         let serving = if serving.is_empty() {
-            "waiting for a decode engine".to_owned()
+            let ended = self.servings.keys();
+            let ended: Vec<String> = ended.map(|engine| format!("engine {} at {}", engine.name, engine.home)).collect();
+            match ended.is_empty() {
+                true => "waiting for a decode engine".to_owned(),
+                false => format!("{} ended", ended.join(", ")),
+            }
         } else {
             serving.join(", ")
         };
         format!(
-            "publish, {phase}, {} tokens ready; {serving}; {} bytes done",
-            self.ready.tokens,
-            self.tallies.bytes()
+            "publish, {phase}, {} tokens ready; {serving}",
+            self.ready.tokens
         )
+    }
+}
+
+impl Broker {
+    /// Where a publish stands, for causes.
+    pub(crate) fn publish_stands(&self, publish: &Publish) -> String {
+        publish.standing(self.under_way(publish))
+    }
+
+    /// Bytes done of a publish's open jobs; of closed ones, the tallies know.
+    pub(crate) fn under_way(&self, publish: &Publish) -> u64 {
+        let parts = publish.parts.iter().filter_map(|key| self.announced.get(key));
+        parts.filter(|part| part.job.is_some()).map(|part| part.bytes).sum()
     }
 }

@@ -96,6 +96,7 @@ impl Broker {
             told: self.now,
             waits: None,
             tallies: Tallies::default(),
+            stood: None,
         };
         self.fetches.open.insert(number, fetch);
         self.watch_fetch(number);

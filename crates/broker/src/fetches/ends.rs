@@ -21,6 +21,7 @@ impl Broker {
             Stage::Ending(Goal::Fail(_)) => return,
             // Its daemons were told that it is withdrawn.
             Stage::Ending(Goal::Relink) => {
+                fetch.stood = Some(fetch.stood());
                 fetch.stage = Stage::Ending(Goal::Fail(cause.clone()));
                 let (life, transfer) = (fetch.rank, fetch.transfer.clone());
                 return self.fail_siblings(life, Side::Fetch, &transfer, &cause);
@@ -38,6 +39,9 @@ impl Broker {
         let Some(fetch) = self.fetches.get_mut(number) else {
             return;
         };
+        if matches!(goal, Goal::Fail(_)) {
+            fetch.stood = Some(fetch.stood());
+        }
         fetch.stage = Stage::Ending(goal);
         let (link, daemons) = (fetch.link.clone(), fetch.daemons());
         let jobs: Vec<_> = fetch.parts.values().filter_map(|part| part.job).collect();
@@ -123,6 +127,10 @@ impl Broker {
 
     fn report_fetch(&mut self, fetch: Fetch, cause: Option<Fault>) {
         let report = fetch.tallies.report(fetch.called, fetch.met, self.now);
+        let cause = cause.map(|cause| match &fetch.stood {
+            Some(stood) => stood.at_end(cause, fetch.tallies.bytes(), Some(fetch.total())),
+            None => cause,
+        });
         let tokens = fetch.end.map_or(fetch.tokens.to, |end| end.min(fetch.tokens.to));
         let event = match &cause {
             None => Event::Delivered {

@@ -62,10 +62,20 @@ pub(super) fn check_growth(old: &Ready, new: &Ready) -> Result<(), Fault> {
     if new.tokens < old.tokens || !front_stays {
         return Err(Fault::new(
             Code::TokensInvalid,
-            format!("readiness shrinks: {new:?} after {old:?}"),
+            format!("readiness shrinks: {} after {}", in_words(new), in_words(old)),
         ));
     }
     Ok(())
+}
+
+fn in_words(ready: &Ready) -> String {
+    let Ready {
+        tokens,
+        front_tokens,
+        front_layers,
+        ..
+    } = ready;
+    format!("tokens {tokens}, and front_tokens {front_tokens} in the first {front_layers} layers")
 }
 
 pub(super) fn check_lists(rank: &Rank, lists: &PageLists, ready: &Ready) -> Result<(), Fault> {
