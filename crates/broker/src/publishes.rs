@@ -53,7 +53,7 @@ pub(crate) struct Publish {
     /// Set when nothing more begins; `Some(None)`: it ends well.
     ending: Option<Option<Fault>>,
     /// Where it stood then, if it fails.
-    stood: Option<Stood>,
+    pub(crate) stood: Option<Stood>,
 }
 
 #[derive(Debug)]
@@ -233,7 +233,10 @@ impl Broker {
                     Some(cause) => cause.clone(),
                     None => Fault::new(
                         Code::TransferExists,
-                        format!("the publish of {} has ended: everything it served was delivered", key.1.id),
+                        format!(
+                            "the publish of {} has ended: everything it served was delivered",
+                            key.1.id
+                        ),
                     ),
                 });
             }
@@ -380,7 +383,11 @@ impl Broker {
     /// Ends a publish, well or with a cause that says where it stood.
     pub(crate) fn end_publish(&mut self, key: &PublishKey, cause: Option<Fault>, spread: bool) {
         let stood = match (&cause, self.publishes.get(key)) {
-            (Some(_), Some(publish)) => Some(publish.stood(self.under_way(publish))),
+            (Some(cause), Some(publish)) => {
+                // As it was when the first that it served failed, if it fails because of that.
+                let then = publish.stood.clone().filter(|stood| stood.is_told_by(cause));
+                Some(then.unwrap_or_else(|| publish.stood(self.under_way(publish))))
+            }
             _ => None,
         };
         let Some(publish) = self.publishes.get_mut(key) else {

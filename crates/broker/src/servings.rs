@@ -313,6 +313,7 @@ impl Broker {
             return;
         };
         let cause = in_phase(cause, || self.publish_stands(publish));
+        let stood = publish.stood(self.under_way(publish));
         let Some(publish) = self.publishes.get_mut(key) else {
             return;
         };
@@ -332,6 +333,9 @@ impl Broker {
         };
         // The publish fails with the first, and with its mismatches.
         let kept = if first { cause } else { remembered(&cause) };
+        if first {
+            publish.stood = Some(stood);
+        }
         serving.outcome = Some(Outcome::Failed(kept));
         publish.lease_until = publish.lease_until.max(lease_until);
         let others: Vec<PartKey> = serving

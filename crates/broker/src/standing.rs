@@ -17,11 +17,16 @@ pub(crate) struct Stood {
 }
 
 impl Stood {
+    /// Whether the cause arose here, and then.
+    pub(crate) fn is_told_by(&self, cause: &Fault) -> bool {
+        cause.message.contains(&self.told)
+    }
+
     /// The cause for the rank itself: it tells the rank's own phase and its bytes, those of the report. Bytes of another rank,
     /// whose failure it may be, stay beside them, behind that one's name.
     pub(crate) fn at_end(&self, cause: Fault, bytes: u64, total: Option<u64>) -> Fault {
         let done = done(bytes, total);
-        if cause.message.contains(&self.told) {
+        if self.is_told_by(&cause) {
             let told = format!("{}; {done}", self.phase);
             return Fault {
                 message: cause.message.replace(&self.told, &told),
@@ -51,7 +56,11 @@ impl Fetch {
     pub(crate) fn standing(&self) -> String {
         let bytes = self.parts.values().map(|part| part.bytes).sum();
         // What is under way counts for no more than a sign of life.
-        let more = if self.alive > self.progress { ", more under way" } else { "" };
+        let more = if self.alive > self.progress {
+            ", more under way"
+        } else {
+            ""
+        };
         format!("{}; {}{more}", self.phase(), done(bytes, Some(self.total())))
     }
 
@@ -142,7 +151,9 @@ impl Publish {
         };
         let serving = if serving.is_empty() {
             let ended = self.servings.keys();
-            let ended: Vec<String> = ended.map(|engine| format!("engine {} at {}", engine.name, engine.home)).collect();
+            let ended: Vec<String> = ended
+                .map(|engine| format!("engine {} at {}", engine.name, engine.home))
+                .collect();
             match ended.is_empty() {
                 true => "waiting for a decode engine".to_owned(),
                 false => format!("{} ended", ended.join(", ")),
@@ -150,10 +161,7 @@ impl Publish {
         } else {
             serving.join(", ")
         };
-        format!(
-            "publish, {phase}, {} tokens ready; {serving}",
-            self.ready.tokens
-        )
+        format!("publish, {phase}, {} tokens ready; {serving}", self.ready.tokens)
     }
 }
 
@@ -166,6 +174,9 @@ impl Broker {
     /// Bytes done of a publish's open jobs; of closed ones, the tallies know.
     pub(crate) fn under_way(&self, publish: &Publish) -> u64 {
         let parts = publish.parts.iter().filter_map(|key| self.announced.get(key));
-        parts.filter(|part| part.job.is_some()).map(|part| part.bytes).sum()
+        parts
+            .filter(|part| part.job.is_some())
+            .map(|part| part.bytes)
+            .sum()
     }
 }

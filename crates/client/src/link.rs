@@ -206,12 +206,14 @@ impl Link {
             _ => self.lost(&cause.to_string()),
         };
         self.forget_calls(&restarted);
-        for (_, state) in self.transfers.drain() {
-            let failed = Failed {
-                cause: restarted.clone(),
-                report: Default::default(),
-            };
-            state.send_modify(|state| state.end = Some(Err(failed)));
+        for ((side, _), state) in self.transfers.drain() {
+            state.send_modify(|state| {
+                let message = format!("{} [{}]", restarted.message, state.standing(side));
+                state.end = Some(Err(Failed {
+                    cause: Fault::new(restarted.code, message),
+                    report: Default::default(),
+                }));
+            });
         }
         match self.restore.take().map(Restore::why) {
             // It was away, and still is.
@@ -334,6 +336,13 @@ impl Link {
                     _ => {}
                 }
                 let state = self.transfers.entry(transfer.clone()).or_default().clone();
+                if let Call::Fetch(fetch) = &call {
+                    let source = Some(fetch.source.clone());
+                    state.send_if_modified(|state| {
+                        state.source = source;
+                        false
+                    });
+                }
                 self.send(
                     socket,
                     call,

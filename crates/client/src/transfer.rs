@@ -1,6 +1,6 @@
 //! Handles of transfers under way. Dropping one does not end its transfer.
 
-use kvferry_control::{Fault, Report, TransferId};
+use kvferry_control::{Fault, Report, Side, TransferId};
 use kvferry_handshake::{Code, PageLists, Ready};
 use tokio::sync::watch;
 
@@ -62,8 +62,27 @@ pub struct Progress {
 pub(crate) struct TransferState {
     /// The daemon took the first call.
     pub(crate) accepted: bool,
+    /// Of a fetch: the source, as it was called.
+    pub(crate) source: Option<String>,
     pub(crate) progress: Progress,
     pub(crate) end: Option<Result<Delivered, Failed>>,
+}
+
+impl TransferState {
+    /// Where it stood when its daemon was lost: peer, phase and bytes, as far as was told.
+    pub(crate) fn standing(&self, side: Side) -> String {
+        let Progress { engine, bytes, total } = &self.progress;
+        let phase = match (side, &self.source, engine) {
+            (Side::Fetch, Some(source), _) => format!("fetch from {source}"),
+            (Side::Fetch, None, _) => "fetch".to_owned(),
+            (Side::Publish, _, Some(engine)) => format!("publish, moving to engine {engine}"),
+            (Side::Publish, _, None) => "publish, waiting for a decode engine".to_owned(),
+        };
+        match total {
+            0 => format!("{phase}; no bytes done as far as was told"),
+            total => format!("{phase}; {bytes} of {total} bytes done as far as was told"),
+        }
+    }
 }
 
 impl Publication {

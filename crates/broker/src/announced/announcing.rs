@@ -125,7 +125,10 @@ impl Broker {
         if tokens.from > least || least > tokens.to {
             return Err(Fault::new(
                 Code::TokensInvalid,
-                format!("tokens from {} to {}, at least to {least}", tokens.from, tokens.to),
+                format!(
+                    "tokens from {} to {}, at least to {least}",
+                    tokens.from, tokens.to
+                ),
             ));
         }
         if let Lists::Unchecked(lists) = pages {

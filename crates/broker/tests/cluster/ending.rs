@@ -343,3 +343,28 @@ fn a_fetch_that_is_ending_is_not_copied_to() {
     assert_eq!(cluster.nodes[0].data.copies, 0);
     assert_eq!(cluster.codes_of(p, &id("a", 0)), [Some(Code::Aborted); 2]);
 }
+
+#[test]
+fn the_next_step_of_a_publish_that_has_ended_is_told_why_it_ended() {
+    for sibling in [false, true] {
+        let mut cluster = Cluster::new(1, 1);
+        let p = crate::scene::prefill_engine(&mut cluster, &[0, 0]);
+        let ranks = cluster.ranks_of(p);
+        for rank in &ranks {
+            cluster.publish(*rank, &id("a", 0), 17, Ready::default(), 1, None);
+        }
+        cluster.abort(ranks[usize::from(sibling)], &id("a", 0));
+        let step = kvferry_control::Publish {
+            transfer: id("a", 0),
+            pages: None,
+            generations: Vec::new(),
+            ready: Ready::complete(17),
+            metadata: None,
+            serves: 1,
+        };
+        let call = kvferry_control::Call::Publish(step);
+        let call = cluster.rank_call(ranks[0], crate::engines::Asked::Other, call);
+        cluster.run_for(MOMENT);
+        assert_eq!(cluster.refusal(ranks[0], call), Code::Aborted);
+    }
+}

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kvferry_broker::{JobId, Record, RegionKey, SessionId};
 pub(crate) use kvferry_control::Side;
-use kvferry_control::{Event, TransferId};
+use kvferry_control::{Event, Fault, Report, TransferId};
 use kvferry_handshake::{Code, PageLists, TokenRange};
 
 use crate::engines::{place, row};
@@ -136,9 +136,10 @@ impl Ledger {
                 side,
                 transfer,
                 cause,
-                ..
+                report,
             } => {
                 self.saw_code(cause.code, "failed");
+                check_words(*side, cause, report);
                 ("failed", Some((*side, transfer)))
             }
             Event::Refused { verdict, .. } => {
@@ -170,6 +171,25 @@ impl Ledger {
             ),
         }
     }
+}
+
+/// However a transfer ends: the rank's own phase, a peer unless none came, and the bytes of its report. Those of another rank
+/// may stand before them.
+fn check_words(side: Side, cause: &Fault, report: &Report) {
+    let bytes: u64 = report.paths.iter().map(|(_, bytes)| bytes).sum();
+    let (phase, done) = match side {
+        Side::Fetch => ("fetch, ", format!("; {bytes} of ")),
+        Side::Publish => ("publish, ", format!("; {bytes} bytes done]")),
+    };
+    let at = cause.message.rfind(&format!("[here: {phase}"));
+    let at = at.or_else(|| cause.message.rfind(&format!("[{phase}")));
+    let own = &cause.message[at.unwrap_or_else(|| panic!("no phase: {cause}"))..];
+    assert!(
+        own.contains(&done) && own.ends_with(" bytes done]"),
+        "{bytes} bytes: {cause}"
+    );
+    let peer = own.contains(" at ") || own.contains("waiting for a decode engine");
+    assert!(peer, "no peer: {cause}");
 }
 
 impl Cluster {

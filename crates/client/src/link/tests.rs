@@ -317,3 +317,47 @@ async fn a_daemon_that_is_back_and_refuses_is_tried_again_and_the_engine_told() 
     assert_eq!(seen[..2], [Notice::DaemonLost, Notice::Refused { cause: taken }]);
     assert!(matches!(seen[2], Notice::DaemonBack { .. }), "{seen:?}");
 }
+
+#[tokio::test]
+async fn a_lost_daemon_ends_transfers_with_peer_phase_and_bytes() {
+    let daemon = Daemon::new();
+    let (rank, stream) = daemon.rank().await;
+    let (publication, _) = tokio::join!(rank.publish(publish("p")), accept(&stream));
+    let (waiting, _) = tokio::join!(rank.publish(publish("w")), accept(&stream));
+    let (fetching, _) = tokio::join!(rank.fetch(fetch("f")), accept(&stream));
+    let matched = Event::Matched {
+        transfer: "p".into(),
+        engine: "d".to_owned(),
+        held: 0,
+    };
+    say(&stream, &Response::Event(matched)).await;
+    for (side, transfer) in [(Side::Publish, "p"), (Side::Fetch, "f")] {
+        let progress = Event::Progress {
+            side,
+            transfer: transfer.into(),
+            bytes: 1,
+            total: 2,
+        };
+        say(&stream, &Response::Event(progress)).await;
+    }
+    drop(stream);
+    let causes = [
+        (
+            publication.unwrap().ended().await,
+            "[publish, moving to engine d; 1 of 2 bytes done",
+        ),
+        (
+            waiting.unwrap().ended().await,
+            "[publish, waiting for a decode engine; no bytes done",
+        ),
+        (
+            fetching.unwrap().ended().await,
+            "[fetch from kvferry://n:1/e; 1 of 2 bytes done",
+        ),
+    ];
+    for (end, words) in causes {
+        let cause = end.unwrap_err().cause;
+        assert_eq!(cause.code, Code::DaemonRestarted);
+        assert!(cause.message.contains(words), "{cause}");
+    }
+}

@@ -120,10 +120,12 @@ async fn attempt(
             }
             // A daemon is known by one name, or transfers would not find each other.
             if introduction.address != *peer.0 {
-                return Err(unreachable(format!(
-                    "the daemon there calls itself {}; use that address",
-                    introduction.address
-                )));
+                let message = format!(
+                    "peer address {}: the daemon there calls itself {own}; write kvferry://{own}/ENGINE",
+                    peer.0,
+                    own = introduction.address
+                );
+                return Err(Fault::new(Code::AddressInvalid, message));
             }
             introduction.check_lanes(shared)?;
             let data_host = introduction.data_host.unwrap_or(seen.ip());

@@ -219,9 +219,12 @@ impl PeerSet {
         arrival: Arrival,
     ) -> (Decision, Vec<Change>) {
         if arrival.incarnation == self.own_incarnation || *peer == self.own {
-            let message = format!("the address {} is this daemon's own; name it so", self.own.0);
+            let message = format!(
+                "it is the daemon that calls itself {0}; write kvferry://{0}/ENGINE",
+                self.own.0
+            );
             return (
-                Decision::Refuse(Fault::new(Code::PeerUnreachable, message)),
+                Decision::Refuse(Fault::new(Code::AddressInvalid, message)),
                 Vec::new(),
             );
         }

@@ -174,7 +174,7 @@ async fn a_daemon_has_one_name() {
     let (a, b) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
     let port = b.daemon.addresses().peers.port();
     let (code, message) = fetch_fails(&a, &format!("kvferry://localhost:{port}/x")).await;
-    assert_eq!(code, Code::PeerUnreachable);
+    assert_eq!(code, Code::AddressInvalid);
     assert!(
         message.contains(&format!("calls itself 127.0.0.1:{port}")),
         "{message}"
@@ -182,7 +182,7 @@ async fn a_daemon_has_one_name() {
     // Itself, by another name.
     let port = a.daemon.addresses().peers.port();
     let (code, message) = fetch_fails(&a, &format!("kvferry://localhost:{port}/x")).await;
-    assert_eq!(code, Code::PeerUnreachable, "{message}");
+    assert_eq!(code, Code::AddressInvalid, "{message}");
 }
 
 /// A greeting as the wire has it: length, magic, versions, address, incarnation, no data host, plain
