@@ -1,8 +1,8 @@
 //! Transfers that end before their time: aborted, unregistered, with their engine, with their daemon.
 
-use kvferry_client::{ClientError, Progress};
-use kvferry_handshake::{Code, Role};
-use kvferry_tests::engine::{Carry, Engine, fetch_request, named, of_tokens, tokens};
+use kvferry_client::{ClientError, Progress, Publication};
+use kvferry_handshake::{Code, PageLists, Role};
+use kvferry_tests::engine::{Carry, Engine, Fetched, fetch_request, named, of_tokens, tokens};
 use kvferry_tests::memory::Kind;
 use kvferry_tests::node::Options;
 use kvferry_tests::pattern::Stamp;
@@ -10,27 +10,48 @@ use kvferry_tests::wait::{PATIENCE, within};
 
 use crate::{A_WHILE, Setting, all_ended, cause, envelope, publish};
 
+/// A transfer of 900 tokens of which 700 are published: it moves, and cannot end.
+struct UnderWay {
+    source: Vec<PageLists>,
+    publications: Vec<Publication>,
+    fetched: Fetched,
+}
+
+impl UnderWay {
+    async fn begin(setting: &Setting, decode: &Engine, what: &str) -> UnderWay {
+        let stamp = Stamp::of(what);
+        let source = setting.prefill.draw(900, false);
+        let mut publications = Vec::new();
+        for (rank, lists) in source.iter().enumerate() {
+            publications.push(publish(&setting.prefill, rank, &stamp, lists, of_tokens(700), None).await);
+        }
+        let fetched = setting.fetch(decode, &stamp, 900).await;
+        within(PATIENCE, what, publications[0].moved_on(&Progress::default())).await;
+        UnderWay {
+            source,
+            publications,
+            fetched,
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn either_side_ends_a_transfer_for_both() {
     let setting = Setting::new(Options::default()).await;
     for (name, decode) in setting.decodes() {
         for by_decode in [true, false] {
             let what = format!("aborted by the decode side: {by_decode}, {name}");
-            let stamp = Stamp::of(&what);
-            let source = setting.prefill.draw(900, false);
-            let mut publications = Vec::new();
-            for (rank, lists) in source.iter().enumerate() {
-                publications.push(publish(&setting.prefill, rank, &stamp, lists, of_tokens(700), None).await);
-            }
-            let fetched = setting.fetch(decode, &stamp, 900).await;
-            let unmet = Progress::default();
-            within(PATIENCE, &what, publications[0].moved_on(&unmet)).await;
+            let UnderWay {
+                source,
+                publications,
+                fetched,
+            } = UnderWay::begin(&setting, decode, &what).await;
             let rank = if by_decode {
                 &decode.ranks[0]
             } else {
                 &setting.prefill.ranks[1]
             };
-            rank.rank.abort(&stamp.transfer()).await.unwrap();
+            rank.rank.abort(&Stamp::of(&what).transfer()).await.unwrap();
             let ends = fetched.ended(PATIENCE).await;
             all_ended(&ends, Code::Aborted, &what);
             // From here on nothing lands.
@@ -58,15 +79,11 @@ async fn unregister_ends_the_transfers_that_use_the_region() {
     for (name, decode) in setting.decodes() {
         for at_decode in [true, false] {
             let what = format!("unregistered at the decode side: {at_decode}, {name}");
-            let stamp = Stamp::of(&what);
-            let source = setting.prefill.draw(900, false);
-            let mut publications = Vec::new();
-            for (rank, lists) in source.iter().enumerate() {
-                publications.push(publish(&setting.prefill, rank, &stamp, lists, of_tokens(700), None).await);
-            }
-            let fetched = setting.fetch(decode, &stamp, 900).await;
-            let unmet = Progress::default();
-            within(PATIENCE, &what, publications[0].moved_on(&unmet)).await;
+            let UnderWay {
+                source,
+                publications,
+                fetched,
+            } = UnderWay::begin(&setting, decode, &what).await;
             let rank = if at_decode {
                 &decode.ranks[0]
             } else {
@@ -113,15 +130,11 @@ async fn an_engine_that_ends_takes_its_transfers_with_it() {
     for node in [&setting.a, &setting.b] {
         // A decode engine ends while it fetches.
         let doomed = Engine::attach(named(&envelope(1), "doomed", Role::Decode), &[node], Kind::Memfd).await;
-        let stamp = Stamp::of(&format!("to the doomed on {}", node.address()));
-        let source = setting.prefill.draw(900, false);
-        let mut publications = Vec::new();
-        for (rank, lists) in source.iter().enumerate() {
-            publications.push(publish(&setting.prefill, rank, &stamp, lists, of_tokens(700), None).await);
-        }
-        let fetched = setting.fetch(&doomed, &stamp, 900).await;
-        let unmet = Progress::default();
-        within(PATIENCE, "the match", publications[0].moved_on(&unmet)).await;
+        let UnderWay {
+            source,
+            publications,
+            fetched,
+        } = UnderWay::begin(&setting, &doomed, &format!("to the doomed on {}", node.address())).await;
         drop((fetched, doomed));
         for publication in &publications {
             let end = within(PATIENCE, "the end", publication.ended()).await;
@@ -138,7 +151,7 @@ async fn an_engine_that_ends_takes_its_transfers_with_it() {
             .far
             .fetch(&doomed.address(), &stamp, tokens(0, 900), 900, false)
             .await;
-        within(PATIENCE, "the match", publication.moved_on(&unmet)).await;
+        within(PATIENCE, "the match", publication.moved_on(&Progress::default())).await;
         drop((publication, doomed));
         let ends = fetched.ended(PATIENCE).await;
         all_ended(&ends, Code::EngineGone, "the doomed prefill engine");
@@ -175,15 +188,11 @@ async fn a_daemon_that_is_killed_comes_back_to_its_engines() {
     let mut setting = Setting::new(Options::default().set("deadline_ms", 10_000)).await;
     for (turn, prefill_side) in [true, false].into_iter().enumerate() {
         let what = format!("the prefill side's daemon: {prefill_side}");
-        let stamp = Stamp::of(&what);
-        let source = setting.prefill.draw(900, false);
-        let mut publications = Vec::new();
-        for (rank, lists) in source.iter().enumerate() {
-            publications.push(publish(&setting.prefill, rank, &stamp, lists, of_tokens(700), None).await);
-        }
-        let fetched = setting.fetch(&setting.far, &stamp, 900).await;
-        let unmet = Progress::default();
-        within(PATIENCE, &what, publications[0].moved_on(&unmet)).await;
+        let UnderWay {
+            source,
+            publications,
+            fetched,
+        } = UnderWay::begin(&setting, &setting.far, &what).await;
         let node = if prefill_side {
             &mut setting.a
         } else {

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use kvferry_handshake::Code;
 
-use crate::job::{ALIVE, Job, Pass, Role, Trouble};
+use crate::job::{Job, Pass, Role, Trouble};
 use crate::line::{Line, Taken};
 use crate::memory::Span;
 use crate::process::{EngineProcess, MAX_RANGES, Remote, Way};
@@ -34,8 +34,6 @@ pub(crate) struct Copies {
 #[derive(Debug, Default)]
 struct State {
     line: Line,
-    /// When those in the line were last said to be alive.
-    lived: Option<Instant>,
     ending: bool,
 }
 
@@ -77,16 +75,12 @@ impl Copies {
     /// Something was copied: those who wait their turn are not stuck.
     fn lives(&self) {
         let now = Instant::now();
-        let mut state = self.state.lock().unwrap_or_else(|e| e.into_inner());
-        if state
-            .lived
-            .is_some_and(|at| now.saturating_duration_since(at) < ALIVE)
-        {
-            return;
-        }
-        state.lived = Some(now);
-        let jobs: Vec<Arc<Job>> = state.line.jobs().cloned().collect();
-        drop(state);
+        let jobs = self
+            .state
+            .lock()
+            .unwrap_or_else(|e| e.into_inner())
+            .line
+            .moves(now);
         for job in jobs {
             job.lives(now);
         }

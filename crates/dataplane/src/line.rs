@@ -3,8 +3,9 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Instant;
 
-use crate::job::Job;
+use crate::job::{ALIVE, Job};
 use crate::source::View;
 
 /// A chunk that was taken.
@@ -19,6 +20,8 @@ pub(crate) struct Taken {
 #[derive(Debug, Default)]
 pub(crate) struct Line {
     jobs: VecDeque<Arc<Job>>,
+    /// When those who wait were last told that what they wait behind moves.
+    lived: Option<Instant>,
 }
 
 impl Line {
@@ -63,6 +66,17 @@ impl Line {
             }
         }
         waiting
+    }
+
+    /// What they wait behind moves. Gives the jobs that are to be told that they are not stuck, once the line is not held
+    /// any more: none where that was told a moment ago.
+    pub(crate) fn moves(&mut self, now: Instant) -> Vec<Arc<Job>> {
+        let told = |at: Instant| now.saturating_duration_since(at) < ALIVE;
+        if self.lived.is_some_and(told) {
+            return Vec::new();
+        }
+        self.lived = Some(now);
+        self.jobs.iter().cloned().collect()
     }
 
     /// All jobs in the line.

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use kvferry_handshake::Code;
 
-use crate::job::{ALIVE, Job, Trouble};
+use crate::job::{Job, Trouble};
 use crate::lanes::Lanes;
 use crate::line::{Line, Taken};
 use crate::wake::Wake;
@@ -33,8 +33,6 @@ pub(crate) struct Outbox {
 struct State {
     line: Line,
     idle: Vec<Arc<Wake>>,
-    /// When those in the line were last said to be alive.
-    lived: Option<Instant>,
     /// Lanes of an earlier life of the channel get nothing any more.
     life: u64,
 }
@@ -144,16 +142,7 @@ impl Outbox {
 
     /// A lane moves: those who wait their turn behind what it moves are not stuck.
     pub(crate) fn lives(&self, now: Instant) {
-        let mut state = self.state();
-        if state
-            .lived
-            .is_some_and(|at| now.saturating_duration_since(at) < ALIVE)
-        {
-            return;
-        }
-        state.lived = Some(now);
-        let jobs: Vec<Arc<Job>> = state.line.jobs().cloned().collect();
-        drop(state);
+        let jobs = self.state().line.moves(now);
         for job in jobs {
             job.lives(now);
         }

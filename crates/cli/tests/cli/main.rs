@@ -8,5 +8,7 @@
 
 mod docs_name_what_exists;
 mod exit_codes;
+mod page_lists;
+mod pipes;
 mod plan_is_exact;
 mod program;

@@ -145,3 +145,27 @@ pub(crate) fn example(name: &str) -> String {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/examples");
     fs::read_to_string(dir.join(name)).unwrap()
 }
+
+pub(crate) fn code(output: &Output) -> i32 {
+    output.status.code().unwrap()
+}
+
+pub(crate) fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+pub(crate) fn mha() -> Programs {
+    Programs::with_files(&example("mha-prefill.toml"), &example("mha-decode.toml"))
+}
+
+/// Of `plan`: the first page of each side's first rank.
+pub(crate) const ONE_PAGE: [&str; 8] = [
+    "--rank",
+    "0",
+    "--tokens",
+    "0..4",
+    "--prefill-pages",
+    "1",
+    "--decode-pages",
+    "1",
+];

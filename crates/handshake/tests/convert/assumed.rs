@@ -1,12 +1,11 @@
-//! The converter: what a configuration leaves out is assumed and listed, and slips of the command are not.
-
-#![allow(clippy::unwrap_used)] // a panic here is a failed test
+//! What a configuration leaves out is assumed and listed, and slips of the command are not.
 
 use kvferry_handshake::{ConvertError, ConvertOptions, Converted, Framework, convert};
 use serde_json::{Value, json};
 
+use crate::{noted, words};
+
 fn made(config: &Value, command: &str, model_type: Option<&str>) -> Result<Converted, ConvertError> {
-    let words: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
     let options = ConvertOptions {
         model_type: model_type.map(str::to_owned),
         ..ConvertOptions::default()
@@ -16,11 +15,7 @@ fn made(config: &Value, command: &str, model_type: Option<&str>) -> Result<Conve
     } else {
         Framework::Sglang
     };
-    convert(&config.to_string(), framework, &words, &options)
-}
-
-fn noted(converted: &Converted, words: &str) -> bool {
-    converted.notes.iter().any(|note| note.text.contains(words))
+    convert(&config.to_string(), framework, &words(command), &options)
 }
 
 fn gemma3(text: Value) -> Value {
