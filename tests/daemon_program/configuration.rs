@@ -197,6 +197,11 @@ fn a_peer_port_that_others_reach_needs_tls_or_a_word_of_warning() {
     }
     // It does not start either, which would be worse.
     assert_eq!(daemon(&[listen, "--advertise=node:7460"]).code, Some(2));
+    let data = daemon(&["--check-config", "--data-listen=0.0.0.0:7461"]);
+    assert_eq!(data.code, Some(2));
+    for told in ["data_listen", "tls.ca", "insecure_peers_without_tls"] {
+        assert!(data.stderr.contains(told), "{told} is not in {}", data.stderr);
+    }
     let accepted = [
         "--check-config",
         listen,

@@ -11,6 +11,7 @@ mod daemon;
 mod drain;
 mod driver;
 mod engines;
+pub mod fds;
 mod jobs;
 pub mod log;
 mod metrics;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::Context;
 use kvferry_daemon::Daemon;
 use kvferry_daemon::config::{self, Config, Invocation};
+use kvferry_daemon::fds;
 use kvferry_daemon::log::{self, Log};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
@@ -41,7 +42,10 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let ended = runtime().and_then(|runtime| runtime.block_on(run(*config)));
+    let ended = fds::raise(&config)
+        .map_err(anyhow::Error::from)
+        .and_then(|()| runtime())
+        .and_then(|runtime| runtime.block_on(run(*config)));
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -61,7 +65,6 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
 }
 
 async fn run(config: Config) -> anyhow::Result<()> {
-    raise_fd_limit();
     let grace = config.grace;
     if config.insecure_peers_without_tls && config.tls.is_none() {
         tracing::warn!(
@@ -135,15 +138,5 @@ impl Signals {
             _ = self.interrupted.recv() => "SIGINT",
             _ = self.hung_up.recv() => "SIGHUP",
         }
-    }
-}
-
-/// Each engine, region and lane takes fds; the usual soft limit of 1,024 is soon reached.
-fn raise_fd_limit() {
-    use rustix::process::{Resource, getrlimit, setrlimit};
-    let mut limit = getrlimit(Resource::Nofile);
-    limit.current = limit.maximum;
-    if let Err(error) = setrlimit(Resource::Nofile, limit) {
-        tracing::warn!(%error, "the limit of open files could not be raised");
     }
 }

@@ -1,10 +1,17 @@
 //! The configuration file: TOML, of which every key must be known.
 
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::path::Path;
+
 use kvferry_handshake::edits;
 use toml::de::{DeTable, DeValue};
 
 use super::Config;
 use super::keys::{KEYS, Setting};
+
+/// Bytes of the longest file that is read.
+const LONGEST: u64 = 1 << 20;
 
 /// What is wrong with the configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -47,6 +54,16 @@ impl ConfigError {
             message: message.into(),
         }
     }
+}
+
+/// What the file holds, if that is no more than a configuration can need.
+pub(super) fn read(path: &Path) -> io::Result<String> {
+    let mut content = String::new();
+    File::open(path)?.take(LONGEST + 1).read_to_string(&mut content)?;
+    if u64::try_from(content.len()).is_ok_and(|len| len <= LONGEST) {
+        return Ok(content);
+    }
+    Err(io::Error::other(format!("it has more than {LONGEST} bytes")))
 }
 
 /// Puts what the file says into `config`. Reports the first thing that is wrong.
@@ -200,12 +217,66 @@ mod tests {
                 "deadline_ms = 1.5",
                 ":1: deadline_ms: a float is not what it takes",
             ),
-            ("log_level = \"a=b=c\"", ":1: log_level: "),
+            (
+                "advertise = \"0.0.0.0:7460\"",
+                ":1: advertise: \"0.0.0.0:7460\" is every address of a node",
+            ),
+            (
+                "socket = \"/run/\\u0000\"",
+                ":1: socket: must not contain a NUL byte",
+            ),
+            (
+                "log_level = \"a=b=c\"",
+                ":1: log_level: \"c\" is no level; there are off, error, warn",
+            ),
+            (
+                "log_level = \"warning\"",
+                ":1: log_level: \"warning\" is no level",
+            ),
+            (
+                "log_level = \"info,kvfery=debug\"",
+                ":1: log_level: \"kvfery\" logs nothing; what logs begins with kvferry",
+            ),
             ("\n\nchecksum = tru", ":3: "),
         ] {
             let error = error(content);
             assert!(error.starts_with(&format!("kvferryd.toml{expected}")), "{error}");
         }
+    }
+
+    #[test]
+    fn filters_of_levels_and_known_targets_are_taken() {
+        for filter in [
+            "warn",
+            "INFO",
+            "off",
+            "info,kvferry_broker=debug",
+            "warn,kvferry::transfer=off",
+        ] {
+            let mut config = Config::default();
+            apply(&mut config, "a", &format!("log_level = {filter:?}")).unwrap();
+            assert_eq!(config.log_level, filter);
+        }
+    }
+
+    #[test]
+    fn a_socket_path_is_no_longer_than_the_system_takes() {
+        let with = |len: usize| {
+            apply(
+                &mut Config::default(),
+                "a",
+                &format!("socket = \"{}\"", "x".repeat(len)),
+            )
+        };
+        with(103).unwrap();
+        let error = with(104).unwrap_err().to_string();
+        assert!(error.contains("104 bytes") && error.contains("103"), "{error}");
+    }
+
+    #[test]
+    fn a_file_without_end_is_not_read_to_its_end() {
+        let error = super::read(std::path::Path::new("/dev/zero")).unwrap_err();
+        assert!(error.to_string().contains("1048576 bytes"), "{error}");
     }
 
     #[test]

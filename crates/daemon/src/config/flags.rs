@@ -29,9 +29,9 @@ pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Invocation
     let mut config = Config::default();
     if let Some(path) = matches.get_one::<PathBuf>("config") {
         let name = path.display().to_string();
-        let content = std::fs::read_to_string(path).map_err(|error| ConfigError::File {
+        let content = file::read(path).map_err(|error| ConfigError::File {
             file: name.clone(),
-            message: error.to_string(),
+            message: format!("the configuration file cannot be read: {error}"),
         })?;
         file::apply(&mut config, &name, &content)?;
     }

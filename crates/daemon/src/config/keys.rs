@@ -1,13 +1,13 @@
 //! Every key of the configuration: its name, what it does, how it is read and how it is shown. The file,
 //! the flags, the documentation and `--check-config` are all made from this one table.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use kvferry_handshake::Policy;
 
-use super::{Config, LogFormat, Require, TlsFiles};
+use super::{Advertised, Config, LogFormat, Require, TlsFiles};
 
 /// A value, from the file or a flag.
 #[derive(Clone, Debug, PartialEq)]
@@ -17,6 +17,12 @@ pub(super) enum Setting {
     Bool(bool),
     List(Vec<Setting>),
 }
+
+/// `sun_path` holds 107 bytes (unix(7)); the socket is made beside its place, with .new at its end.
+const LONGEST_SOCKET: usize = 103;
+const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+/// How the names of modules begin that are linked into the daemon and log.
+const TARGETS: [&str; 5] = ["kvferry", "rustls", "tokio", "hyper", "mio"];
 
 /// What a key takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +52,17 @@ pub(super) const KEYS: &[Key] = &[
         doc: "Unix socket that engines connect to. A socket left by a daemon that died is replaced; the file of this \
               name with .lock at its end tells whether one is alive.",
         example: "",
-        set: |config, value| text(value).map(|path| config.socket = PathBuf::from(path)),
+        set: |config, value| {
+            let path = text(value)?;
+            if path.len() > LONGEST_SOCKET {
+                return Err(format!(
+                    "the path has {} bytes, and the system takes {LONGEST_SOCKET} at most; choose a shorter one",
+                    path.len()
+                ));
+            }
+            config.socket = PathBuf::from(path);
+            Ok(())
+        },
         show: |config| quoted(config.socket.display()),
     },
     Key {
@@ -97,11 +113,16 @@ pub(super) const KEYS: &[Key] = &[
               must be a name or IP address in its certificate. Not set: peer_listen.",
         example: "\"node-1.example:7460\"",
         set: |config, value| {
-            config.advertise = Some(
-                text(value)?
-                    .parse()
-                    .map_err(|error: super::AdvertisedError| error.to_string())?,
-            );
+            let text = text(value)?;
+            let address: Advertised = text
+                .parse()
+                .map_err(|error: super::AdvertisedError| error.to_string())?;
+            if address.host().parse().is_ok_and(|ip: IpAddr| ip.is_unspecified()) {
+                return Err(format!(
+                    "{text:?} is every address of a node, and no peer can connect to it; name one of this node"
+                ));
+            }
+            config.advertise = Some(address);
             Ok(())
         },
         show: |config| config.advertise.as_ref().and_then(quoted),
@@ -134,8 +155,8 @@ pub(super) const KEYS: &[Key] = &[
     Key {
         name: "insecure_peers_without_tls",
         kind: Kind::Bool,
-        doc: "INSECURE. Lets peer_listen be reachable from other nodes without TLS: anyone who reaches the port can \
-              then read and write KV caches, which hold people's prompts.",
+        doc: "INSECURE. Lets peer_listen and data_listen be reachable from other nodes without TLS: anyone who reaches \
+              the ports can then read and write KV caches, which hold people's prompts.",
         example: "",
         set: |config, value| boolean(value).map(|accepted| config.insecure_peers_without_tls = accepted),
         show: |config| Some(config.insecure_peers_without_tls.to_string()),
@@ -152,7 +173,8 @@ pub(super) const KEYS: &[Key] = &[
         name: "data_listen",
         kind: Kind::Text,
         doc: "IP address and port where peers' TCP lanes connect; port 0 takes any free one. It must be reachable at \
-              the address that peers see this daemon's channel come from. Not set: the host of peer_listen, any port.",
+              the address that peers see this daemon's channel come from. Without TLS it must be a loopback address. Not \
+              set: the host of peer_listen, any port.",
         example: "\"10.0.0.1:7461\"",
         set: |config, value| address(value).map(|address| config.data_listen = Some(address)),
         show: |config| config.data_listen.and_then(quoted),
@@ -348,10 +370,11 @@ pub(super) const KEYS: &[Key] = &[
     Key {
         name: "log_level",
         kind: Kind::Text,
-        doc: "\"error\", \"warn\", \"info\", \"debug\" or \"trace\", or a filter like \"info,kvferry_broker=debug\".",
+        doc: "\"off\", \"error\", \"warn\", \"info\", \"debug\" or \"trace\", or a filter like \"info,kvferry_broker=debug\".",
         example: "",
         set: |config, value| {
             let text = text(value)?;
+            text.split(',').try_for_each(directive)?;
             tracing_subscriber::EnvFilter::try_new(&text).map_err(|error| format!("{text:?}: {error}"))?;
             config.log_level = text;
             Ok(())
@@ -387,9 +410,28 @@ pub(super) const KEYS: &[Key] = &[
 
 fn text(value: &Setting) -> Result<String, String> {
     match value {
+        Setting::Text(text) if text.contains('\0') => Err("must not contain a NUL byte".to_owned()),
         Setting::Text(text) if !text.is_empty() => Ok(text.clone()),
         Setting::Text(_) => Err("must not be empty".to_owned()),
         _ => Err("must be text in quotes".to_owned()),
+    }
+}
+
+/// One part of a log filter. As such, a misspelt level would be the name of a target, and silence all others.
+fn directive(part: &str) -> Result<(), String> {
+    let (target, level) = match part.rsplit_once('=') {
+        Some((target, level)) => (Some(target), level),
+        None => (None, part),
+    };
+    if !LEVELS.iter().any(|known| level.eq_ignore_ascii_case(known)) {
+        return Err(format!("{level:?} is no level; there are {}", LEVELS.join(", ")));
+    }
+    match target {
+        Some(target) if !TARGETS.iter().any(|known| target.starts_with(known)) => Err(format!(
+            "{target:?} logs nothing; what logs begins with {}",
+            TARGETS.join(", ")
+        )),
+        _ => Ok(()),
     }
 }
 

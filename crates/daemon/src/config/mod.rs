@@ -186,6 +186,17 @@ impl Config {
                     ),
                 ));
             }
+            let exposed = self.data_listen.filter(|address| !address.ip().is_loopback());
+            if let Some(address) = exposed.filter(|_| !self.insecure_peers_without_tls) {
+                return Err(ConfigError::key(
+                    "data_listen",
+                    format!(
+                        "{address} is not a loopback address, and there is no TLS: KV caches would cross the network \
+                         on the word of peers that nobody vouches for. Set tls.ca, tls.cert and tls.key, or listen on \
+                         127.0.0.1, or accept it with insecure_peers_without_tls = true"
+                    ),
+                ));
+            }
             if self.encrypt_lanes {
                 return Err(ConfigError::key(
                     "encrypt_lanes",

@@ -76,6 +76,29 @@ impl Drop for Program {
     }
 }
 
+/// Too few to start with, told as such, and no panic.
+#[test]
+fn a_limit_of_open_files_that_is_too_low_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    for limit in [40, 63] {
+        let output = Command::new("sh")
+            .args(["-c", "ulimit -n \"$1\" && shift && exec \"$@\"", "sh"])
+            .arg(limit.to_string())
+            .args([env!("CARGO_BIN_EXE_kvferryd"), "--socket"])
+            .arg(directory.path().join("socket"))
+            .args(["--peer-listen=127.0.0.1:0", "--metrics-listen=off"])
+            .output()
+            .unwrap();
+        let told = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{told}");
+        assert!(
+            told.contains(&format!("at most {limit} files")) && told.contains("ulimit -n"),
+            "{told}"
+        );
+        assert!(!told.contains("panicked"), "{told}");
+    }
+}
+
 /// Attaches, moves pages and asks for the status, at a daemon whose log nobody reads.
 async fn serves(socket: &Path, advertised: &str) {
     let (prefill, decode) = (
