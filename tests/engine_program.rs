@@ -3,14 +3,14 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used, missing_docs)] // a panic here is a failed test
 
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
 use kvferry_handshake::{Launch, ModelShape, Role};
 use kvferry_tests::node::{Cluster, Node, Options};
 use kvferry_tests::programs::kvferry;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 fn envelope(folder: &Path, engine: &str, role: Role, page_size: u32) -> PathBuf {
     let shape = ModelShape::new("m", 3).kv(0..2, 2, 32).window([2], 2, 32, 50);
@@ -27,6 +27,21 @@ fn envelope(folder: &Path, engine: &str, role: Role, page_size: u32) -> PathBuf 
 }
 
 fn start(node: &Node, envelope: &Path, arguments: &[&str]) -> Child {
+    engine(node, envelope, arguments)
+        .stdin(Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+/// An engine that is given orders.
+fn script(node: &Node, envelope: &Path) -> Child {
+    engine(node, envelope, &["script"])
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+fn engine(node: &Node, envelope: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(kvferry());
     command
         .arg("engine")
@@ -37,11 +52,8 @@ fn start(node: &Node, envelope: &Path, arguments: &[&str]) -> Child {
     command
         .args(["--rank", "0", "--json", "--overwrite-settled"])
         .args(arguments);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
     command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    command.spawn().unwrap()
 }
 
 struct Told {
@@ -201,6 +213,52 @@ async fn a_refused_pair_is_told_on_both_sides_and_touches_nothing() {
         let verdict = &told.one("refused")["verdict"];
         assert_eq!(verdict["mismatches"][0]["code"], "page_size", "{verdict:#}");
     }
+}
+
+/// Orders that cannot be carried out are told, and the next ones are carried out: nothing of them is kept.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bad_page_ids_are_errors_of_their_order_and_the_script_goes_on() {
+    let cluster = Cluster::new();
+    let node = cluster.start("a", Options::default()).await;
+    let both = envelope(cluster.folder(), "b", Role::Both, 16);
+    let source = format!("kvferry://{}/b", node.address());
+    // Two groups; the pools have 64 pages.
+    let pages = "pages=1;window=64";
+    let orders = [
+        json!({"do": "publish", "transfer": "p", "tokens": 16, "pages": pages}),
+        json!({"do": "fill", "transfer": "p", "tokens": 16, "pages": pages}),
+        json!({"do": "fetch", "source": source, "transfer": "f", "to": 16, "pages": pages}),
+        // All pages there are: none was lost, and none was won.
+        json!({"do": "fill", "transfer": "all", "tokens": 64 * 16, "pages": "seed:1"}),
+    ];
+    let mut engine = script(&node, &both);
+    let mut input = engine.stdin.take().unwrap();
+    for order in &orders {
+        writeln!(input, "{order}").unwrap();
+    }
+    drop(input);
+    let told = Told::of(&engine.wait_with_output().unwrap());
+    let errors: Vec<(&str, &str)> = told
+        .events
+        .iter()
+        .filter(|event| event["event"] == "error")
+        .map(|event| {
+            (
+                event["order"].as_str().unwrap(),
+                event["message"].as_str().unwrap(),
+            )
+        })
+        .collect();
+    let wrong = "page group window, entry 0: there is no page 64; the pool has 64, from 0 to 63";
+    assert_eq!(
+        errors,
+        [("publish", wrong), ("fill", wrong), ("fetch", wrong)],
+        "{:#?}",
+        told.events
+    );
+    assert_eq!(told.one("filled")["transfer"], "all");
+    assert_eq!(told.one("audited")["wrong"], 0);
+    assert_eq!(told.code, Some(1));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -23,7 +23,7 @@ pub(crate) struct Socket {
         default_value = "/run/kvferry/kvferryd.sock"
     )]
     pub(crate) socket: PathBuf,
-    /// How long to try when no daemon answers
+    /// How long to try when no daemon answers, also when one accepts and stays mute; 0 tries once
     #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     pub(crate) wait: u64,
 }
@@ -46,8 +46,10 @@ impl StatusOf {
             .context("starting the runtime")?;
         let patience = Duration::from_secs(self.socket.wait);
         let status = runtime.block_on(async {
-            Client::connect_within(&self.socket.socket, patience)
-                .await?
+            let client = Client::connect_within(&self.socket.socket, patience).await?;
+            // A daemon that stops between its greeting and its answer is waited for no longer than one that is away.
+            client
+                .patience(patience.max(Duration::from_secs(1)))
                 .status()
                 .await
         })?;

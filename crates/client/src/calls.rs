@@ -97,6 +97,17 @@ pub(crate) enum Pending {
 }
 
 impl Command {
+    /// The call that it makes, by name.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Command::Attach { .. } => "attach",
+            Command::Reattach { .. } => "reattach",
+            Command::Register { .. } => "register",
+            Command::Unregister { .. } => "unregister",
+            Command::Transfer { call, .. } | Command::Call { call, .. } => call.name(),
+        }
+    }
+
     /// Answers it without having done anything.
     pub(crate) fn refuse(self, why: ClientError) {
         // Whoever asked may have gone; then nobody needs the answer.

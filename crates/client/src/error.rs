@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use kvferry_control::Fault;
 
@@ -25,6 +26,21 @@ pub enum ClientError {
         /// The socket.
         socket: PathBuf,
     },
+    /// The daemon has the call, or is to be sent it, and did not answer in time. The call may still take effect: what it
+    /// named is not free before it is aborted, unregistered, or every handle of the attachment is dropped.
+    #[error(
+        "the daemon at {} did not answer {call} in {} s; it is stopped or stuck: look at its process and its log. The call \
+         may still take effect: abort or unregister what it named, or close the client, before its memory is used again",
+        socket.display(), waited.as_secs_f64()
+    )]
+    Unanswered {
+        /// The call.
+        call: &'static str,
+        /// The socket.
+        socket: PathBuf,
+        /// How long the answer was waited for.
+        waited: Duration,
+    },
     /// The client's side of it failed: a memfd could not be made, or is not what it must be.
     #[error("{what}: {cause}")]
     Memory {
@@ -39,12 +55,13 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// Whether trying again unchanged, after a pause, can help.
+    /// Whether trying again unchanged, after a pause, can help. Not after [`ClientError::Unanswered`]: what the first try
+    /// did, or will do, is not known.
     pub fn can_retry(&self) -> bool {
         match self {
             ClientError::Refused(fault) => fault.code.can_retry(),
             ClientError::DaemonAway { .. } | ClientError::Resuming { .. } => true,
-            ClientError::Memory { .. } | ClientError::Closed => false,
+            ClientError::Unanswered { .. } | ClientError::Memory { .. } | ClientError::Closed => false,
         }
     }
 }

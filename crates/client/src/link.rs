@@ -13,7 +13,7 @@ use tokio::sync::{broadcast, mpsc, watch};
 
 use crate::backoff::Backoff;
 use crate::calls::{Attachment, Command, Pending, Region, TransferKey};
-use crate::socket::{self, Socket};
+use crate::socket::{self, HELLO_PATIENCE, Socket};
 use crate::transfer::{Failed, TransferState};
 use crate::{ClientError, Fault, Notice};
 
@@ -150,7 +150,7 @@ impl Link {
             let path = self.path.clone();
             let attempt = async {
                 tokio::time::sleep(pause).await;
-                Socket::open(&path).await
+                Socket::open(&path, HELLO_PATIENCE).await
             };
             tokio::pin!(attempt);
             let opened = loop {

@@ -1,5 +1,7 @@
 //! An attached rank: what an engine's worker works with.
 
+use std::time::Duration;
+
 use kvferry_control::{Answer, Call, Event, Fault, Fetch, Path, Publish, Side, Status, TransferId, Welcome};
 use kvferry_handshake::{PageLists, Ready, TokenRange};
 use tokio::sync::broadcast;
@@ -81,6 +83,13 @@ pub struct Notices {
 impl Rank {
     pub(crate) fn new(handle: Handle) -> Rank {
         Rank { handle }
+    }
+
+    /// The same rank, whose calls wait for an answer for so long; see [`crate::Client::patience`].
+    #[must_use]
+    pub fn patience(mut self, patience: Duration) -> Rank {
+        self.handle = self.handle.patience(patience);
+        self
     }
 
     /// Attaches again, with all regions, after [`Event::Detached`]: ranks of one engine disagreed, all were

@@ -14,7 +14,7 @@ use tokio::net::UnixStream;
 use crate::{ClientError, Fault};
 
 /// A daemon that accepts but does not answer `Hello` for so long counts as away.
-const HELLO_PATIENCE: Duration = Duration::from_secs(10);
+pub(crate) const HELLO_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A connection on which both sides said `Hello`. Reading and writing are apart so that one may wait for
 /// the other.
@@ -26,20 +26,23 @@ pub(crate) struct Socket {
 }
 
 impl Socket {
-    /// Connects once and greets.
-    pub(crate) async fn open(path: &Path) -> Result<(Socket, Welcome), ClientError> {
+    /// Connects once and greets, both within `within`.
+    pub(crate) async fn open(path: &Path, within: Duration) -> Result<(Socket, Welcome), ClientError> {
         let away = |cause| ClientError::DaemonAway {
             socket: path.to_owned(),
             cause,
         };
-        let greeted = tokio::time::timeout(HELLO_PATIENCE, greet(path)).await;
+        let greeted = tokio::time::timeout(within, greet(path)).await;
         match greeted {
             Ok(Ok(Ok(pair))) => Ok(pair),
             Ok(Ok(Err(fault))) => Err(ClientError::Refused(fault)),
             Ok(Err(cause)) => Err(away(cause)),
             Err(_) => Err(away(io::Error::new(
                 io::ErrorKind::TimedOut,
-                "connected, but not answered",
+                format!(
+                    "connected, but not greeted within {:.1} s: what listens there is stopped, stuck, or no kvferryd",
+                    within.as_secs_f64()
+                ),
             ))),
         }
     }

@@ -141,6 +141,23 @@ pub enum Call {
     Status,
 }
 
+impl Call {
+    /// Its name, as documents have it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Call::Attach { .. } => "attach",
+            Call::Register { .. } => "register",
+            Call::Unregister { .. } => "unregister",
+            Call::Publish(_) => Side::Publish.name(),
+            Call::Fetch(_) => Side::Fetch.name(),
+            Call::Abort { .. } => "abort",
+            Call::Expect { .. } => "expect",
+            Call::Decline { .. } => "decline",
+            Call::Status => "status",
+        }
+    }
+}
+
 /// Memory as it is handed over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Memory {

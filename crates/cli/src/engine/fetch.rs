@@ -38,6 +38,7 @@ impl Worker {
             extent: Extent::Nothing,
         });
         if let Err(error) = self.pool.give(&lists, &poison, None) {
+            self.free.give_back(&lists);
             return self.error("fetch", None, format!("{error:#}"), Vec::new());
         }
         self.pool.in_flight(&lists)?;

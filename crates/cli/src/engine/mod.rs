@@ -16,7 +16,6 @@ mod scatter;
 mod script;
 mod worker;
 
-use std::io::BufRead as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -111,7 +110,7 @@ struct PublishArgs {
     #[arg(long, value_name = "PAGES")]
     pages: Option<String>,
     /// Publish in so many steps, each filled just before
-    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(script::MAX_STEPS)))]
     steps: u32,
     /// What grows from step to step
     #[arg(long, value_enum, default_value = "tokens")]
@@ -220,18 +219,9 @@ impl Engine {
             Work::Script => {
                 // A thread of its own: reading standard input cannot be interrupted.
                 std::thread::spawn(move || {
-                    for (number, line) in (1u64..).zip(std::io::stdin().lock().lines()) {
-                        let order = match line {
-                            Ok(line) if line.trim().is_empty() => continue,
-                            Ok(line) => {
-                                script::parse(&line).map_err(|error| format!("line {number}: {error}"))
-                            }
-                            Err(error) => Err(format!("line {number}: {error}")),
-                        };
-                        if orders.blocking_send(order).is_err() {
-                            break;
-                        }
-                    }
+                    script::read(std::io::stdin().lock(), |order| {
+                        orders.blocking_send(order).is_ok()
+                    });
                 });
                 return receiver;
             }

@@ -122,16 +122,23 @@ impl Pool {
         Ok(())
     }
 
-    /// Stamps all pages of the lists, or none where one of them is not in the pool.
-    fn stamp(&mut self, lists: &PageLists, stamp: impl Fn(u32) -> Stamp) -> anyhow::Result<()> {
-        Pool::each_entry(lists, |group, _, page| {
+    /// Whether every page of the lists is in its pool.
+    pub(crate) fn holds(&self, lists: &PageLists) -> anyhow::Result<()> {
+        Pool::each_entry(lists, |group, entry, page| {
             let count = self.pages[self.owner(group)].len();
+            let name = &self.rows.envelope().page_groups[group].name;
             anyhow::ensure!(
                 (page as usize) < count,
-                "page {page} of group {group}: the pool has {count}"
+                "page group {name}, entry {entry}: there is no page {page}; the pool has {count}, from 0 to {}",
+                count.saturating_sub(1)
             );
             Ok(())
-        })?;
+        })
+    }
+
+    /// Stamps all pages of the lists, or none where one of them is not in the pool.
+    fn stamp(&mut self, lists: &PageLists, stamp: impl Fn(u32) -> Stamp) -> anyhow::Result<()> {
+        self.holds(lists)?;
         Pool::each_entry(lists, |group, entry, page| {
             let owner = self.owner(group);
             self.pages[owner][page as usize] = Owned {
@@ -313,7 +320,10 @@ mod tests {
             .give(&lists, &content(Extent::Nothing), None)
             .unwrap_err()
             .to_string();
-        assert!(error.contains("page 9 of group 0: the pool has 9"), "{error}");
+        assert!(
+            error.contains("page group pages, entry 1: there is no page 9; the pool has 9"),
+            "{error}"
+        );
         assert!(pool.audit().unwrap().is_right());
     }
 

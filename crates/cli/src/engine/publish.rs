@@ -44,8 +44,9 @@ impl Worker {
             filled: false,
             followed: false,
         };
-        if now {
-            self.fill_to(&transfer, &mut source, Ready::complete(fill.tokens))?;
+        if now && let Err(error) = self.fill_to(&transfer, &mut source, Ready::complete(fill.tokens)) {
+            self.free.give_back(&source.lists);
+            return Err(error);
         }
         self.sources.insert(transfer.clone(), source);
         Ok(transfer)
@@ -93,8 +94,9 @@ impl Worker {
         for step in 1..=publish.steps.max(1) {
             let ready = step_ready(&publish, upto, layers, step, &source.extent);
             let filled_all = matches!(source.extent, Extent::Ready(Ready { end: Some(_), .. }));
-            if !filled_all {
-                self.fill_to(&transfer, &mut source, ready)?;
+            if !filled_all && let Err(error) = self.fill_to(&transfer, &mut source, ready) {
+                self.not_published(transfer, source)?;
+                return self.error("publish", None, format!("{error:#}"), Vec::new());
             }
             let first = step == 1;
             let request = PublishRequest {
@@ -137,11 +139,7 @@ impl Worker {
                     }
                 }
                 Err(error) => {
-                    if !source.followed {
-                        self.reuse(&source.lists)?;
-                    } else {
-                        self.sources.insert(transfer, source);
-                    }
+                    self.not_published(transfer, source)?;
                     return self.answered("publish", Err(error));
                 }
             }
@@ -151,6 +149,15 @@ impl Worker {
         }
         self.sources.insert(transfer, source);
         Ok(())
+    }
+
+    /// A step failed: pages that nobody was told of are free again; others are, once their transfer ends.
+    fn not_published(&mut self, transfer: TransferId, source: Source) -> anyhow::Result<()> {
+        if source.followed {
+            self.sources.insert(transfer, source);
+            return Ok(());
+        }
+        self.reuse(&source.lists)
     }
 }
 

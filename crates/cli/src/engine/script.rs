@@ -1,5 +1,7 @@
 //! What an engine is told to do: JSON lines on standard input, or one command from the command line.
 
+use std::io::{BufRead, Read as _};
+
 use serde::Deserialize;
 
 /// One line of a script.
@@ -185,9 +187,46 @@ fn one() -> u32 {
     1
 }
 
+/// Publishes that one order may take.
+pub(crate) const MAX_STEPS: u32 = 100_000;
+/// Bytes of one line: room for the longest page lists.
+const MAX_LINE: u64 = 1 << 28;
+
 /// Parses one line; the error names what is wrong with it.
 pub(crate) fn parse(line: &str) -> Result<Order, String> {
-    serde_json::from_str(line).map_err(|error| error.to_string())
+    let order = serde_json::from_str(line).map_err(|error| error.to_string())?;
+    match &order {
+        Order::Publish(publish) if publish.steps == 0 || publish.steps > MAX_STEPS => {
+            Err(format!("steps is {}; write 1 to {MAX_STEPS}", publish.steps))
+        }
+        _ => Ok(order),
+    }
+}
+
+/// Reads orders, each with the number of its line in what is wrong with it; ends at the end of the input, after a line that
+/// cannot be read, or when `each` says so.
+pub(crate) fn read(input: impl BufRead, each: impl FnMut(Result<Order, String>) -> bool) {
+    read_lines(input, MAX_LINE, each);
+}
+
+fn read_lines(mut input: impl BufRead, most: u64, mut each: impl FnMut(Result<Order, String>) -> bool) {
+    for number in 1u64.. {
+        let mut line = String::new();
+        // Bounded while it is read: it may have no end.
+        let (order, last) = match input.by_ref().take(most).read_line(&mut line) {
+            Ok(0) => return,
+            Ok(_) if line.len() as u64 == most && !line.ends_with('\n') => (
+                Err(format!("longer than {most} bytes; no more orders are read")),
+                true,
+            ),
+            Ok(_) if line.trim().is_empty() => continue,
+            Ok(_) => (parse(&line), false),
+            Err(error) => (Err(format!("{error}; no more orders are read")), true),
+        };
+        if !each(order.map_err(|error| format!("line {number}: {error}"))) || last {
+            return;
+        }
+    }
 }
 
 #[cfg(test)]
@@ -220,6 +259,40 @@ mod tests {
         assert_eq!((fetch.from, fetch.to, fetch.verify), (16, 40, When::Later));
         let error = parse(r#"{"do":"fetch","transfer":"a","to":4}"#).unwrap_err();
         assert!(error.contains("source"), "{error}");
+    }
+
+    #[test]
+    fn lines_are_numbered_and_bounded() {
+        let orders = |input: &str, most: u64| {
+            let mut read = Vec::new();
+            read_lines(input.as_bytes(), most, |order| {
+                read.push(order);
+                true
+            });
+            read
+        };
+        let audit = r#"{"do":"audit"}"#;
+        let read = orders(&format!("{audit}\n\nx\n{audit}"), 64);
+        assert_eq!(read.len(), 3, "{read:?}");
+        assert!(read[0].is_ok() && read[2].is_ok(), "{read:?}");
+        let wrong = read[1].as_ref().unwrap_err();
+        assert!(wrong.starts_with("line 3: "), "{wrong}");
+        let read = orders(&format!("{audit}\n{}\n{audit}\n", "x".repeat(20)), 20);
+        assert_eq!(read.len(), 2, "{read:?}");
+        let wrong = read[1].as_ref().unwrap_err();
+        assert!(wrong.contains("line 2: longer than 20 bytes"), "{wrong}");
+    }
+
+    #[test]
+    fn steps_are_bounded() {
+        for steps in [0, MAX_STEPS + 1] {
+            let line = format!(r#"{{"do":"publish","transfer":"a","tokens":1,"steps":{steps}}}"#);
+            let error = parse(&line).unwrap_err();
+            assert!(
+                error.contains(&format!("steps is {steps}; write 1 to")),
+                "{error}"
+            );
+        }
     }
 
     #[test]

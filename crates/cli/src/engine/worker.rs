@@ -231,6 +231,8 @@ impl Worker {
                 None => {
                     let lists = RankedLists::parse("pages", &[text.to_owned()], envelope)?;
                     let lists = lists.of("pages", self.number)?;
+                    // Before it is taken: what the pool does not have must never count as free either.
+                    self.pool.holds(&lists)?;
                     self.free.take(&lists);
                     return Ok(lists);
                 }

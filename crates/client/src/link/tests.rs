@@ -7,7 +7,7 @@ use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
 
 use super::*;
-use crate::{Client, FetchRequest, PublishRequest, Rank, SealedMemory};
+use crate::{Client, FetchRequest, PublishRequest, Rank, SealedMemory, TransferId};
 
 /// A daemon that says what the test has it say.
 struct Daemon {
@@ -359,5 +359,123 @@ async fn a_lost_daemon_ends_transfers_with_peer_phase_and_bytes() {
         let cause = end.unwrap_err().cause;
         assert_eq!(cause.code, Code::DaemonRestarted);
         assert!(cause.message.contains(words), "{cause}");
+    }
+}
+
+/// Longer than any step of a test takes; what is said to be bounded ends long before.
+const LONG: Duration = Duration::from_secs(60);
+const SHORT: Duration = Duration::from_millis(100);
+
+#[tokio::test]
+async fn opening_takes_no_longer_than_it_was_given() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("mute.sock");
+    // Connections are accepted by the kernel, and nobody says anything.
+    let _mute = UnixListener::bind(&path).unwrap();
+    for patience in [Duration::ZERO, SHORT] {
+        // Less than the greeting alone would be given.
+        let opened = tokio::time::timeout(HELLO_PATIENCE / 2, Client::connect_within(&path, patience)).await;
+        let error = opened.expect("bounded by what it was given").unwrap_err();
+        let text = error.to_string();
+        assert!(
+            error.can_retry() && text.contains("mute.sock") && text.contains("not greeted"),
+            "{text}"
+        );
+    }
+    // The longest there is, is no instant that could be reached.
+    let away = directory.path().join("none.sock");
+    let waiting = Client::connect_within(&away, Duration::MAX);
+    assert!(tokio::time::timeout(SHORT, waiting).await.is_err());
+}
+
+#[tokio::test]
+async fn a_call_that_is_not_answered_ends_with_its_name_and_may_take_effect_later() {
+    let daemon = Daemon::new();
+    let (rank, stream) = daemon.rank().await;
+    let impatient = rank.clone().patience(SHORT);
+    let memory = SealedMemory::create("pool", 4096).unwrap();
+    let registering = impatient.register(3, memory.region().unwrap());
+    let error = tokio::time::timeout(LONG, registering)
+        .await
+        .unwrap()
+        .unwrap_err();
+    assert!(!error.can_retry(), "what it did is not known: {error}");
+    let text = error.to_string();
+    for word in [
+        "register",
+        "kvferryd.sock",
+        "0.1 s",
+        "stopped or stuck",
+        "unregister",
+    ] {
+        assert!(text.contains(word), "{word} is missing: {text}");
+    }
+    // The answer comes late: the daemon has the region, and page lists state its generation.
+    accept(&stream).await;
+    // Answers are read in order.
+    let id = TransferId::from("other");
+    let (aborted, _) = tokio::join!(rank.abort(&id), accept(&stream));
+    aborted.unwrap();
+    let (published, call) = tokio::join!(rank.publish(publish("t")), accept(&stream));
+    published.unwrap();
+    assert!(
+        matches!(&call, Call::Publish(publish) if publish.generations == [(3, 3)]),
+        "{call:?}"
+    );
+}
+
+#[tokio::test]
+async fn every_call_is_bounded() {
+    let daemon = Daemon::new();
+    let (rank, stream) = daemon.rank().await;
+    let rank = rank.patience(SHORT);
+    let id = TransferId::from("t");
+    let name = |error: ClientError| match error {
+        ClientError::Unanswered { call, .. } => call,
+        other => panic!("{other}"),
+    };
+    let calls = async {
+        [
+            name(rank.status().await.unwrap_err()),
+            name(rank.publish(publish("t")).await.unwrap_err()),
+            name(rank.fetch(fetch("t")).await.unwrap_err()),
+            name(rank.abort(&id).await.unwrap_err()),
+            name(rank.expect("kvferry://n:1/e", &id).await.unwrap_err()),
+            name(rank.decline("kvferry://n:1/e", &id).await.unwrap_err()),
+            name(rank.unregister(0).await.unwrap_err()),
+        ]
+    };
+    let names = [
+        "status",
+        "publish",
+        "fetch",
+        "abort",
+        "expect",
+        "decline",
+        "unregister",
+    ];
+    assert_eq!(tokio::time::timeout(LONG, calls).await.unwrap(), names);
+    drop(stream);
+    let (client, _stream) = daemon.client().await;
+    let attaching = client.patience(SHORT).attach(envelope(), 0, None);
+    let error = tokio::time::timeout(LONG, attaching).await.unwrap().unwrap_err();
+    assert_eq!(name(error), "attach");
+}
+
+/// A daemon that reads nothing fills the socket, then what the task may queue, then the commands: a call is bounded there too.
+#[tokio::test]
+async fn a_call_that_cannot_even_be_sent_is_bounded() {
+    let daemon = Daemon::new();
+    let (rank, _stream) = daemon.rank().await;
+    let rank = rank.patience(SHORT);
+    let mut large = publish("t");
+    large.metadata = Some(vec![0; 1 << 16]);
+    let calls = (0..2 * COMMANDS).map(|_| {
+        let (rank, large) = (rank.clone(), large.clone());
+        tokio::spawn(async move { rank.publish(large).await })
+    });
+    for call in calls.collect::<Vec<_>>() {
+        let ended = tokio::time::timeout(LONG, call).await.unwrap().unwrap();
+        assert!(matches!(ended, Err(ClientError::Unanswered { .. })));
     }
 }
