@@ -61,6 +61,30 @@ fn tokens(tokens: u64) -> Ready {
 }
 
 #[test]
+fn a_request_of_128k_tokens_is_numbered_in_chunks_not_in_pages() {
+    let tokens = 128 * 1024;
+    for page_size in [1, 16, 64] {
+        let launch = Launch {
+            page_size,
+            ..launch(8)
+        };
+        let envelope = launch
+            .envelope(&ModelShape::new("llama", 80).kv(0..80, 8, 128))
+            .unwrap();
+        let pages = tokens / page_size;
+        let map = map(&link(&envelope), 0, u64::from(tokens), &lists(&[pages])).unwrap();
+        // 2 parts of 80 layers, one head a rank, bf16.
+        let bytes = u64::from(tokens) * 160 * 128 * 2;
+        assert_eq!(map.total_bytes(), bytes);
+        assert!(
+            u64::from(map.chunks()) <= bytes / (CHUNK_BYTES / 2),
+            "{} chunks of {pages} pages",
+            map.chunks()
+        );
+    }
+}
+
+#[test]
 fn chunks_are_about_as_large_as_they_should_be_and_none_is_empty() {
     for allocation in [
         Allocation::LayerPart,
