@@ -25,10 +25,11 @@ use crate::progress::stuck_at;
 use crate::ranks::RankLife;
 use crate::regions::Regions;
 use crate::reports::Tallies;
-use crate::siblings::Attempts;
+use crate::siblings::{Attempts, of_id};
 use crate::standing::Stood;
 use crate::timers::Timer;
 use crate::wanted::{Heard, Wanted};
+use crate::written::{Writes, Written};
 
 #[derive(Debug)]
 pub(crate) struct Fetch {
@@ -36,6 +37,8 @@ pub(crate) struct Fetch {
     pub(crate) transfer: TransferId,
     pub(crate) link: LinkKey,
     pub(crate) pages: Held,
+    /// Its hold on the pages that it writes.
+    writes: Writes,
     pub(crate) regions: Regions,
     pub(crate) tokens: TokenRange,
     pub(crate) least: u64,
@@ -68,6 +71,8 @@ pub(crate) struct Fetch {
 
 #[derive(Debug)]
 pub(crate) enum Stage {
+    /// Waits until lower attempts are settled: their bytes may still land in its pages.
+    Behind,
     /// Waits for its link.
     Linking,
     /// Announced.
@@ -89,6 +94,7 @@ pub(crate) struct Fetches {
     open: BTreeMap<u64, Fetch>,
     by_transfer: BTreeMap<(RankLife, TransferId), u64>,
     attempts: Attempts,
+    written: Written,
     /// How they ended, for daemons that ask.
     ended: Memory<u64, FetchState>,
 }
@@ -99,6 +105,7 @@ impl Fetches {
             open: BTreeMap::new(),
             by_transfer: BTreeMap::new(),
             attempts: Attempts::new(most),
+            written: Written::default(),
             ended: Memory::new(most),
         }
     }
@@ -109,6 +116,17 @@ impl Fetches {
 
     pub(crate) fn len(&self) -> usize {
         self.open.len()
+    }
+
+    /// Pages that open fetches write.
+    pub(crate) fn pages_written(&self) -> usize {
+        self.written.len()
+    }
+
+    /// Whether a lower attempt of the same rank's transfer is not settled yet.
+    fn is_behind(&self, fetch: &Fetch) -> bool {
+        let mut open = of_id(&self.by_transfer, fetch.rank, &fetch.transfer.id);
+        open.any(|(other, _)| other.attempt < fetch.transfer.attempt)
     }
 
     pub(crate) fn remembered(&self) -> usize {
@@ -174,7 +192,7 @@ impl Fetches {
     pub(crate) fn state(&self, number: u64) -> FetchState {
         match self.open.get(&number) {
             Some(fetch) => match &fetch.stage {
-                Stage::Linking | Stage::Moving => FetchState::Open,
+                Stage::Behind | Stage::Linking | Stage::Moving => FetchState::Open,
                 Stage::Ending(Goal::Fail(cause)) => FetchState::Failed(cause.clone()),
                 Stage::Ending(Goal::Relink) => FetchState::Withdrawn,
             },
@@ -204,7 +222,7 @@ impl Broker {
         };
         let due = fetch.stuck_at(deadline);
         let due = match fetch.stage {
-            Stage::Linking => due,
+            Stage::Behind | Stage::Linking => due,
             Stage::Moving => due.min(now + interval),
             Stage::Ending(_) => return self.timers.cancel(&Timer::Fetch(number)),
         };

@@ -10,7 +10,7 @@
 //! - links: `links` and `links/answers` (the decode side), `judged` (the prefill side);
 //! - the decode side of a transfer: `fetches`, and `wanted` for its part at each prefill rank;
 //! - the prefill side: `publishes`, `announced` for each fetch that came, `servings` for each engine served, `leases`;
-//! - what both use: `jobs` (of the data plane), `timers`, `ended` (bounded memories), `pages` (a budget), `standing` and
+//! - what both use: `jobs` (of the data plane), `timers`, `ended` (bounded memories), `pages` (a budget), `written` (pages that fetches write), `standing` and
 //!   `faults` (causes), `stated` (envelopes on their way), `peers`, `peer` and `wire` (what daemons say).
 //!
 //! A fetch whose engine, or one of its ranks, is not attached yet waits for it until its deadline; everything else
@@ -48,6 +48,7 @@ mod status;
 mod timers;
 mod wanted;
 mod wire;
+mod written;
 
 pub use broker::Broker;
 pub use config::{Config, Limits};

@@ -87,7 +87,12 @@ impl Fetch {
             parts(|heard| matches!(heard, Heard::Waiting)),
             parts(|heard| matches!(heard, Heard::Ready(_))),
         );
-        let phase = if matches!(self.stage, Stage::Linking) {
+        let phase = if matches!(self.stage, Stage::Behind) {
+            format!(
+                "waiting until its lower attempt has ended, to fetch from {} at {}",
+                self.link.name, self.link.home.0
+            )
+        } else if matches!(self.stage, Stage::Linking) {
             format!(
                 "waiting for the link with {} at {}",
                 self.link.name, self.link.home.0

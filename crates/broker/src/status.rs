@@ -19,6 +19,7 @@ pub(crate) fn counts(broker: &Broker) -> Vec<(String, u64)> {
         count("links", broker.links.len()),
         count("publishes", broker.publishes.len()),
         count("fetches", broker.fetches.len()),
+        count("pages_written", broker.fetches.pages_written()),
         count("announced", broker.announced.len()),
         count("jobs", broker.jobs.len()),
         ("page_entries".to_owned(), broker.pages.held()),

@@ -337,6 +337,11 @@ codes! {
         trigger: "A publish after the final one, or a second fetch by the same rank.",
         fix: "Use a new transfer id, or a higher attempt.",
     }
+    PageInUse = "page_in_use", Transfer, Yes {
+        means: "Another open fetch of the rank writes a page that this one would write, too.",
+        trigger: "Two fetches under way whose page lists share a page beyond the tokens held already.",
+        fix: "Give each fetch pages of its own. Pages are free again when the rank is told that the fetch has ended.",
+    }
     TransferUnknown = "transfer_unknown", Transfer, No {
         means: "There is no such transfer.",
         trigger: "abort of a transfer that is not open here, or a peer that forgot one that is.",

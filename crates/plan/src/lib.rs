@@ -36,7 +36,7 @@ pub use chunks::{ChunkMap, MAX_CHUNKS};
 pub use judge::judge;
 use kvferry_handshake::Code;
 pub use link::LinkPlan;
-pub use pages::{MAX_PAGE_ENTRIES, MAX_TOKENS, check_pages};
+pub use pages::{MAX_PAGE_ENTRIES, MAX_TOKENS, WrittenPages, check_pages, written_pages};
 use serde::{Deserialize, Serialize};
 
 /// Version of the planner's rules; part of [`LinkPlan::digest`], so it must agree before the first byte.

@@ -16,6 +16,10 @@ use crate::{CHUNK_BYTES, PLANNER_VERSION, coverage, soundness, whole};
 /// Most layers, times parts, of all streams of a link: far above any engine, low enough for a hostile envelope.
 const MOST_PLACED: usize = 1 << 22;
 
+/// Most streams of a link. Only token splits that meet everywhere, such as DCP sizes without a common divisor, make more of
+/// them than there are ranks: their number is the product of both sizes.
+const MOST_STREAMS: usize = 1 << 15;
+
 /// Who sends what to whom on one link, for every pair of ranks. Made once, from two envelopes.
 #[derive(Clone, Debug)]
 pub struct LinkPlan {
@@ -231,7 +235,7 @@ impl Pair<'_> {
                 .iter()
                 .map(|a| group.planes_of(&layers, a.layers.0, a.layers.1).len());
             placed += planes.sum::<usize>();
-            if placed > MOST_PLACED {
+            if placed > MOST_PLACED || streams.len() + assignments.len() > MOST_STREAMS {
                 return Err(self.too_large());
             }
             for assignment in assignments {

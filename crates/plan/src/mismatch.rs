@@ -35,7 +35,9 @@ pub(crate) fn too_large(name: &str) -> Mismatch {
         Code::OverLimit,
         format!("component.{name}"),
         ["", ""].map(str::to_owned),
-        "its placements and splits meet in more ways than the planner allows".to_owned(),
+        "its heads, layers and tokens are split so that more pairs of ranks meet than the planner allows: let one DCP size divide \
+         the other, or split over fewer ranks"
+            .to_owned(),
     )
 }
 

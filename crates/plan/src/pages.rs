@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use kvferry_handshake::{ABSENT, Code, Envelope, PageLists, Unit};
+use kvferry_handshake::{ABSENT, Code, Envelope, PageLists, TokenRange, Unit};
 
 use crate::PlanError;
 use crate::tokens::Share;
@@ -58,6 +58,33 @@ pub fn check_pages(
         rules.check_length(pages, tokens)?;
     }
     Ok(())
+}
+
+/// The pages of one list that a fetch writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WrittenPages {
+    /// Position of the page group.
+    pub group: usize,
+    /// Position of the group whose pool it draws from: ids of equal pools name the same pages.
+    pub pool: u16,
+    /// The first entry that is written; all from it on are. Those before are held already and may be shared.
+    pub first: usize,
+}
+
+/// Which entries of its page lists a rank's fetch of `tokens` writes, for each group of which it writes any.
+pub fn written_pages(envelope: &Envelope, rank: u32, tokens: TokenRange) -> Vec<WrittenPages> {
+    let Some(rules) = PageRules::new(envelope, rank) else {
+        return Vec::new();
+    };
+    let written = rules.groups.iter().enumerate().filter_map(|(group, rule)| {
+        let first = rule.first_written(tokens)?;
+        Some(WrittenPages {
+            group,
+            pool: rule.drawn_from,
+            first: usize::try_from(first).unwrap_or(usize::MAX),
+        })
+    });
+    written.collect()
 }
 
 impl PageRules {
@@ -228,6 +255,16 @@ impl GroupRule {
     fn needed(&self, tokens: u64) -> u64 {
         let local = self.shares.iter().map(|share| share.count_below(tokens)).max();
         local.unwrap_or(0).div_ceil(self.page_size.max(1))
+    }
+
+    /// The first entry that a fetch of `tokens` writes; `None`: it writes none. Slots are written whole.
+    fn first_written(&self, tokens: TokenRange) -> Option<u64> {
+        if self.slots {
+            return Some(0);
+        }
+        let first = |share: &Share| share.count_below(tokens.from) / self.page_size.max(1);
+        let first = self.shares.iter().map(first).min()?;
+        (tokens.from < tokens.to).then_some(first)
     }
 
     /// Entries that they take at most on any rank: engines with DCP give all ranks lists of one length.

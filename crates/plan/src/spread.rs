@@ -35,7 +35,7 @@ pub(crate) struct Gap {
 }
 
 /// Most steps that one group may take: far above any engine, low enough for a hostile envelope.
-const MOST_STEPS: usize = 1 << 24;
+const MOST_STEPS: usize = 1 << 18;
 
 /// Spreads one group of `layers` layers. `classes` is the number of shares that the source splits tokens
 /// into, `share` the tokens that a rank holds on a side. `None`: more work than any engine needs.

@@ -8,7 +8,9 @@ use kvferry_handshake::{
     ABSENT, Allocation, Cached, Code, Dcp, Element, Envelope, Kind, Launch, ModelShape, PageLists, Ready,
     TokenRange,
 };
-use kvferry_plan::{CHUNK_BYTES, ChunkMap, LinkPlan, MAX_TOKENS, PlanError, Side, check_pages};
+use kvferry_plan::{
+    CHUNK_BYTES, ChunkMap, LinkPlan, MAX_TOKENS, PlanError, Side, check_pages, written_pages,
+};
 
 fn launch(tp: u32) -> Launch {
     Launch {
@@ -336,6 +338,36 @@ fn lists_of_all_split_ranks_may_be_of_one_length() {
     assert_eq!([code(check(1, 0)), code(check(1, 3))], [Code::PagesInvalid; 2]);
     for (rank, len) in [(0, 2), (1, 1), (1, 2)] {
         check(rank, len).unwrap();
+    }
+}
+
+#[test]
+fn a_fetch_writes_the_pages_behind_the_tokens_held() {
+    let envelope = Launch {
+        dcp: Dcp {
+            size: 2,
+            interleave: 16,
+        },
+        ..launch(2)
+    };
+    let envelope = envelope
+        .envelope(&ModelShape::new("m", 1).latent(0..1, 576))
+        .unwrap();
+    // Pages of 16. Tokens 0 to 15 and 32 to 47 are rank 0's.
+    let first = |rank, from, to| {
+        let written = written_pages(&envelope, rank, TokenRange { from, to });
+        written.iter().map(|written| written.first).collect::<Vec<_>>()
+    };
+    for (rank, from, to, pages) in [
+        (0, 0, 48, vec![0]),
+        (0, 15, 48, vec![0]),
+        (0, 16, 48, vec![1]),
+        (0, 33, 48, vec![1]),
+        (1, 16, 48, vec![0]),
+        (1, 32, 48, vec![1]),
+        (0, 48, 48, vec![]),
+    ] {
+        assert_eq!(first(rank, from, to), pages, "rank {rank} from {from} to {to}");
     }
 }
 

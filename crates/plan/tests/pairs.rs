@@ -450,3 +450,16 @@ fn a_hostile_pair_costs_little() {
     let mismatches = LinkPlan::new(&prefill, &decode).unwrap_err();
     assert_eq!(codes(&mismatches), [Code::OverLimit]);
 }
+
+#[test]
+fn splits_that_meet_everywhere_are_refused_where_their_product_is_large() {
+    let of = |dcp| split(dcp, dcp).envelope(&deepseek()).unwrap();
+    assert!(LinkPlan::new(&of(128), &of(127)).is_ok());
+    for sizes in [(1024, 1023), (256, 255)] {
+        let mismatches = LinkPlan::new(&of(sizes.0), &of(sizes.1)).unwrap_err();
+        assert_eq!(codes(&mismatches), [Code::OverLimit]);
+        assert!(mismatches[0].why.contains("DCP size"), "{}", mismatches[0].why);
+    }
+    // As many ranks whose splits meet one to one.
+    assert!(LinkPlan::new(&of(1024), &of(1024)).is_ok());
+}

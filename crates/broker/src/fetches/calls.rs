@@ -1,6 +1,7 @@
 //! The fetch call: what is checked before a fetch is accepted.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use kvferry_control::{Answer, Fault, Fetch as FetchCall, MAX_TRANSFER_ID, Side, TransferId};
 use kvferry_handshake::{Code, TokenRange};
@@ -33,7 +34,7 @@ impl Broker {
             Ok(number) => {
                 self.answer(session, call, Ok(Answer::Done));
                 self.supersede_fetches(number);
-                self.find_link(number);
+                self.start_fetch(number);
             }
             Err(fault) => self.answer(session, call, Err(fault)),
         }
@@ -65,7 +66,16 @@ impl Broker {
         self.fetches.attempts.check(life, &call.transfer, open)?;
         self.check_siblings(life, Side::Fetch, &call.transfer)?;
         self.check_room(life)?;
+        let written = kvferry_plan::written_pages(&rank.envelope, rank.rank, call.tokens);
+        let envelope = Arc::clone(&rank.envelope);
+        self.fetches
+            .written
+            .check(life, &envelope, &call.transfer, &call.pages, &written)?;
         let pages = self.pages.take(call.pages)?;
+        let writes = self
+            .fetches
+            .written
+            .take(life, &envelope, &call.transfer, &pages.lists, written);
         let number = self.number();
         self.fetches
             .by_transfer
@@ -79,10 +89,11 @@ impl Broker {
                 name: source.engine,
             },
             pages,
+            writes,
             regions,
             tokens: call.tokens,
             least: call.least,
-            stage: Stage::Linking,
+            stage: Stage::Behind,
             terms: None,
             parts: BTreeMap::new(),
             end: None,
@@ -129,6 +140,20 @@ impl Broker {
             let cause = Fault::new(Code::Superseded, format!("attempt {attempt} was fetched"));
             self.fail_fetch(number, cause);
         }
+    }
+
+    /// Looks for the link, once no lower attempt writes any more.
+    pub(super) fn start_fetch(&mut self, number: u64) {
+        let Some(fetch) = self.fetches.get(number) else {
+            return;
+        };
+        if !matches!(fetch.stage, Stage::Behind) || self.fetches.is_behind(fetch) {
+            return;
+        }
+        if let Some(fetch) = self.fetches.get_mut(number) {
+            fetch.stage = Stage::Linking;
+        }
+        self.find_link(number);
     }
 
     pub(super) fn find_link(&mut self, number: u64) {

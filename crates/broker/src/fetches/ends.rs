@@ -9,6 +9,7 @@ use crate::io::{Output, Record, Tally};
 use crate::jobs::Job;
 use crate::peer::{Body, FetchState};
 use crate::ranks::RankLife;
+use crate::siblings::of_id;
 use crate::timers::Timer;
 use crate::wanted::Wanted;
 
@@ -26,7 +27,7 @@ impl Broker {
                 let (life, transfer) = (fetch.rank, fetch.transfer.clone());
                 return self.fail_siblings(life, Side::Fetch, &transfer, &cause);
             }
-            Stage::Linking | Stage::Moving => faults::in_phase(&cause, || fetch.standing()),
+            Stage::Behind | Stage::Linking | Stage::Moving => faults::in_phase(&cause, || fetch.standing()),
         };
         let (life, transfer) = (fetch.rank, fetch.transfer.clone());
         // First, for the rank may go with the last that ends.
@@ -70,9 +71,11 @@ impl Broker {
             return;
         }
         match &fetch.stage {
-            Stage::Linking => {}
+            Stage::Behind | Stage::Linking => {}
             Stage::Moving if fetch.parts.values().all(Wanted::is_done) => self.finish_fetch(number),
             Stage::Moving => {}
+            // Its hold on pages covers those of lower attempts, which are not settled yet.
+            Stage::Ending(_) if self.fetches.is_behind(fetch) => {}
             Stage::Ending(_) => self.finish_fetch(number),
         }
     }
@@ -89,7 +92,7 @@ impl Broker {
                 return self.announce_anew(fetch);
             }
             Stage::Ending(Goal::Fail(cause)) => Some(cause),
-            Stage::Linking | Stage::Moving => None,
+            Stage::Behind | Stage::Linking | Stage::Moving => None,
         };
         let kept = cause.as_ref().map(faults::remembered);
         let kept = kept.map_or(FetchState::Delivered, FetchState::Failed);
@@ -97,6 +100,9 @@ impl Broker {
         self.fetches
             .by_transfer
             .remove(&(fetch.rank, fetch.transfer.clone()));
+        self.fetches
+            .written
+            .release(fetch.rank, &fetch.pages.lists, &fetch.writes);
         self.fetches.attempts.put(fetch.rank, &fetch.transfer, until);
         if cause.is_none() {
             for (peer, incarnation) in fetch.daemons() {
@@ -107,7 +113,14 @@ impl Broker {
                 self.say(&peer, incarnation, body);
             }
         }
+        let higher: Vec<u64> = of_id(&self.fetches.by_transfer, fetch.rank, &fetch.transfer.id)
+            .map(|(_, number)| *number)
+            .collect();
         self.report_fetch(fetch, cause);
+        for number in higher {
+            self.start_fetch(number);
+            self.settle_fetch(number);
+        }
     }
 
     /// Starts over under another number, for the prefill side may still speak of the old one.
@@ -201,7 +214,7 @@ impl Broker {
             return;
         };
         match fetch.stage {
-            Stage::Linking | Stage::Moving => {
+            Stage::Behind | Stage::Linking | Stage::Moving => {
                 self.end_fetch(number, Goal::Fail(cause.clone()));
             }
             Stage::Ending(_) => self.fail_fetch(number, cause.clone()),

@@ -38,3 +38,4 @@ mod sim;
 mod storm;
 mod waiting;
 mod wire;
+mod writing;
