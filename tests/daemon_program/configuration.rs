@@ -115,6 +115,115 @@ fn values_that_no_key_takes_are_named() {
     assert!(ran.stderr.contains("/nowhere/kvferryd.toml"), "{}", ran.stderr);
 }
 
+/// What is wrong with a certificate is found before the daemon starts, and told with what to do.
+#[test]
+fn certificates_that_peers_would_refuse_are_told_with_dates_and_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let authority = Authority::new(folder.path(), "ca");
+    let good = authority.node("good");
+    let others = Authority::new(folder.path(), "other-ca").node("foreign");
+    let fifo = folder.path().join("fifo.pem");
+    let made = std::process::Command::new("mkfifo").arg(&fifo).status().unwrap();
+    assert!(made.success());
+    let (past, future) = (
+        authority.node_until("past", 2021),
+        authority.node_until("future", 2090),
+    );
+    let cases: [(&Path, &Path, &Path, &[&str]); 9] = [
+        (
+            &past.ca,
+            &past.cert,
+            &past.key,
+            &[
+                "tls.cert",
+                "past.pem",
+                "until 2021-01-01 00:00 UTC, and now is 20",
+                "issue",
+            ],
+        ),
+        (
+            &future.ca,
+            &future.cert,
+            &future.key,
+            &["tls.cert", "from 2089-01-01 00:00 UTC on", "clock"],
+        ),
+        (
+            &good.ca,
+            &others.cert,
+            &others.key,
+            &["tls.cert", "foreign.pem", "no authority in", "ca.pem"],
+        ),
+        (
+            &good.ca,
+            &good.cert,
+            &past.key,
+            &["tls.key", "past.key", "good.pem"],
+        ),
+        (
+            &good.ca,
+            &good.cert,
+            &good.cert,
+            &["tls.key", "no private key in it"],
+        ),
+        (
+            &good.key,
+            &good.cert,
+            &good.key,
+            &["tls.ca", "no certificate in it"],
+        ),
+        (
+            &good.ca,
+            &good.cert,
+            &fifo,
+            &["tls.key", "fifo.pem", "no regular file"],
+        ),
+        (
+            &good.ca,
+            folder.path(),
+            &good.key,
+            &["tls.cert", "is a directory"],
+        ),
+        (
+            &good.ca,
+            Path::new("/nowhere.pem"),
+            &good.key,
+            &["tls.cert", "/nowhere.pem: cannot be read: No such file"],
+        ),
+    ];
+    let check = |ca: &Path, cert: &Path, key: &Path, advertise: &str| {
+        let flags = [("tls-ca", ca), ("tls-cert", cert), ("tls-key", key)];
+        let mut flags: Vec<String> = flags
+            .iter()
+            .map(|(flag, path)| format!("--{flag}={}", path.display()))
+            .collect();
+        flags.push(format!("--advertise={advertise}"));
+        flags.push("--check-config".to_owned());
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        daemon(&flags)
+    };
+    for (ca, cert, key, words) in cases {
+        let ran = check(ca, cert, key, "127.0.0.1:7460");
+        assert_eq!(ran.code, Some(2), "{ran:?}");
+        for word in words {
+            assert!(ran.stderr.contains(word), "{word} is not in {}", ran.stderr);
+        }
+    }
+    let ran = check(&good.ca, &good.cert, &good.key, "node-1.example:7460");
+    assert_eq!(ran.code, Some(2), "{ran:?}");
+    for word in ["it is for", "localhost", "\"node-1.example\"", "advertise"] {
+        assert!(ran.stderr.contains(word), "{word} is not in {}", ran.stderr);
+    }
+    assert_eq!(
+        check(&good.ca, &good.cert, &good.key, "127.0.0.1:7460").code,
+        Some(0)
+    );
+    let ran = daemon(&["--check-config", "--config", fifo.to_str().unwrap()]);
+    assert!(
+        ran.code == Some(2) && ran.stderr.contains("no regular file"),
+        "{ran:?}"
+    );
+}
+
 /// For each key, what the file says, and what the flag says against it.
 const TEXTS: &[(&str, &str, &str)] = &[
     ("socket", "/tmp/x", "/tmp/y"),

@@ -45,8 +45,21 @@ impl Authority {
 
     /// A certificate for a node that is reached at `localhost` and 127.0.0.1.
     pub fn node(&self, name: &str) -> NodeFiles {
+        self.issue(name, CertificateParams::default())
+    }
+
+    /// The same, valid in the year before `year` only.
+    pub fn node_until(&self, name: &str, year: i32) -> NodeFiles {
+        let mut params = CertificateParams::default();
+        params.not_before = rcgen::date_time_ymd(year - 1, 1, 1);
+        params.not_after = rcgen::date_time_ymd(year, 1, 1);
+        self.issue(name, params)
+    }
+
+    fn issue(&self, name: &str, validity: CertificateParams) -> NodeFiles {
         let names = vec!["localhost".to_owned(), "127.0.0.1".to_owned()];
         let mut params = CertificateParams::new(names).unwrap();
+        (params.not_before, params.not_after) = (validity.not_before, validity.not_after);
         params.distinguished_name.push(DnType::CommonName, name);
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![

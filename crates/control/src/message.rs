@@ -239,6 +239,16 @@ pub enum Path {
     Tcp,
 }
 
+impl Path {
+    /// Its name, as documents have it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Path::Local => "local",
+            Path::Tcp => "tcp",
+        }
+    }
+}
+
 /// A refusal or failure.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {

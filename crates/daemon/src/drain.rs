@@ -45,6 +45,18 @@ enum Stage {
     Parting,
 }
 
+impl Stage {
+    /// What is waited for in it.
+    fn wanted(self) -> &'static str {
+        match self {
+            Stage::Finishing => "the end of open transfers",
+            Stage::Ending => "the fences of transfers that were ended",
+            Stage::Dismissing => "the close of engines' connections",
+            Stage::Parting => "the close of peers' channels",
+        }
+    }
+}
+
 impl Drain {
     /// A drain that lets transfers go on for `grace`; the receiver learns of its end.
     pub(crate) fn new(grace: Duration) -> (Drain, oneshot::Receiver<()>) {
@@ -81,7 +93,7 @@ impl Drain {
             return Some(self);
         }
         if !done {
-            tracing::warn!(stage = ?self.stage, "not done in time; going on");
+            tracing::warn!("not done in time: {}; going on", self.stage.wanted());
         }
         let (stage, patience) = match self.stage {
             Stage::Finishing => {

@@ -397,7 +397,7 @@ impl Driver {
             Output::Event { session, event } => {
                 if let Some(seated) = self.seats.get_mut(&session) {
                     if let Event::Detached { cause } = &event {
-                        tracing::warn!(seat = %seated.seat, rank = ?seated.attached_as, %cause, "attachment taken back");
+                        tracing::warn!(seat = %seated.seat, rank = seated.attached_as, %cause, "attachment taken back");
                         seated.seat.set_attached(false);
                     }
                     seated.seat.tell(event);

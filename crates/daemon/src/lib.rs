@@ -12,6 +12,7 @@ mod drain;
 mod driver;
 mod engines;
 pub mod fds;
+mod files;
 mod jobs;
 pub mod log;
 mod metrics;

@@ -1,11 +1,12 @@
 //! What the Prometheus endpoint tells. Every metric is declared once, with its description;
 //! `docs/metrics.md` is made from that.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, PoisonError};
 
 use kvferry_broker::Record;
-use kvferry_control::{Path, Status};
+use kvferry_control::{Path, Side, Status};
 use kvferry_handshake::Code;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
@@ -21,6 +22,10 @@ type Counters = Family<Labels, Counter<u64>>;
 type Gauges = Family<Labels, Gauge<u64, AtomicU64>>;
 type Histograms = Family<Labels, Histogram, fn() -> Histogram>;
 
+/// Peers that ended transfers are counted for between two scrapes; those beyond count together, as [`OTHERS`].
+const MOST_PEERS: usize = 8192;
+const OTHERS: &str = "others";
+
 /// All metrics.
 #[derive(Debug)]
 pub(crate) struct Metrics {
@@ -30,6 +35,8 @@ pub(crate) struct Metrics {
     scrape: Mutex<()>,
     transfers: Counters,
     bytes: Counters,
+    /// Peers that bytes are counted for, and whether they were forgotten already at the last scrape.
+    counted_peers: Mutex<BTreeMap<String, bool>>,
     bounced: Counters,
     resent: Counters,
     phases: Histograms,
@@ -116,7 +123,8 @@ impl Metrics {
         let bytes = declared.counter(
             "kvferry_transfer_bytes_total",
             "side, path, peer (host:port)",
-            "Bytes of ended publishes and fetches. Where one transfer has several peers, all count as the first.",
+            "Bytes of ended publishes and fetches. Where one transfer has several peers, all count as the first. A peer that \
+             the daemon has forgotten is left out from the second scrape on.",
         );
         let bounced = declared.counter(
             "kvferry_bounced_bytes_total",
@@ -182,6 +190,7 @@ impl Metrics {
             scrape: Mutex::new(()),
             transfers,
             bytes,
+            counted_peers: Mutex::default(),
             bounced,
             resent,
             phases,
@@ -214,16 +223,16 @@ impl Metrics {
             .paths
             .iter()
             .max_by_key(|(_, bytes)| *bytes)
-            .map_or("none", |(path, _)| name(*path));
+            .map_or("none", |(path, _)| path.name());
         let cause = record
             .cause
             .as_ref()
             .map_or("delivered", |cause| cause.code.name());
         let labels = vec![side(), ("path", path.to_owned()), ("cause", cause.to_owned())];
         self.transfers.get_or_create(&labels).inc();
-        let peer = report.peers.first().cloned().unwrap_or_default();
+        let peer = self.counted(report.peers.first().map_or("", String::as_str));
         for (path, bytes) in &report.paths {
-            let labels = vec![side(), ("path", name(*path).to_owned()), ("peer", peer.clone())];
+            let labels = of_peer(record.side, *path, &peer);
             self.bytes.get_or_create(&labels).inc_by(*bytes);
         }
         self.bounced.get_or_create(&vec![side()]).inc_by(report.bounced);
@@ -237,6 +246,38 @@ impl Metrics {
         }
     }
 
+    /// The name that a peer's bytes are counted under.
+    fn counted(&self, peer: &str) -> String {
+        let mut peers = self.counted_peers.lock().unwrap_or_else(PoisonError::into_inner);
+        let peer = match peers.len() < MOST_PEERS || peers.contains_key(peer) {
+            true => peer,
+            false => OTHERS,
+        };
+        peers.insert(peer.to_owned(), false);
+        peer.to_owned()
+    }
+
+    /// Takes out what was counted for peers that the daemon has forgotten, once a scrape has told it.
+    fn leave_out_forgotten(&self, status: &Status) {
+        let mut peers = self.counted_peers.lock().unwrap_or_else(PoisonError::into_inner);
+        let known: BTreeSet<&str> = status.peers.iter().map(|peer| peer.address.as_str()).collect();
+        let stays =
+            |peer: &str| known.contains(peer) || peer == status.address || peer == OTHERS || peer.is_empty();
+        peers.retain(|peer, told| {
+            let left = !stays(peer);
+            if left && *told {
+                for side in [Side::Publish, Side::Fetch] {
+                    for path in [Path::Local, Path::Tcp] {
+                        self.bytes.remove(&of_peer(side, path, peer));
+                    }
+                }
+                return false;
+            }
+            *told = left;
+            true
+        });
+    }
+
     /// The text of a scrape, with what `status` says now.
     pub(crate) fn render(&self, status: &Status) -> Result<String, std::fmt::Error> {
         let _turn = self.scrape.lock().unwrap_or_else(PoisonError::into_inner);
@@ -247,6 +288,7 @@ impl Metrics {
     }
 
     fn copy(&self, status: &Status) {
+        self.leave_out_forgotten(status);
         self.peer_sent.clear();
         self.peer_received.clear();
         self.peer_calls.clear();
@@ -269,7 +311,7 @@ impl Metrics {
         for peer in &status.peers {
             let labels = vec![
                 ("peer", peer.address.clone()),
-                ("path", name(Path::Tcp).to_owned()),
+                ("path", Path::Tcp.name().to_owned()),
             ];
             self.peer_sent.get_or_create(&labels).inc_by(peer.sent_bytes);
             self.peer_received
@@ -302,11 +344,12 @@ impl Metrics {
     }
 }
 
-fn name(path: Path) -> &'static str {
-    match path {
-        Path::Local => "local",
-        Path::Tcp => "tcp",
-    }
+fn of_peer(side: Side, path: Path, peer: &str) -> Labels {
+    vec![
+        ("side", side.name().to_owned()),
+        ("path", path.name().to_owned()),
+        ("peer", peer.to_owned()),
+    ]
 }
 
 /// The reference page, `docs/metrics.md`.
@@ -335,7 +378,7 @@ pub fn reference_page() -> String {
 
 #[cfg(test)]
 mod tests {
-    use kvferry_control::{EngineStatus, Fault, PeerStatus, Report, Side, TransferId};
+    use kvferry_control::{EngineStatus, Fault, PeerStatus, Report, TransferId};
 
     use super::*;
 
@@ -437,5 +480,43 @@ mod tests {
                 "{line} is not in\n{scraped}"
             );
         }
+    }
+
+    #[test]
+    fn forgotten_peers_leave_once_they_were_told() {
+        let metrics = Metrics::new();
+        let of = |peer: &str| {
+            let mut record = record(None);
+            record.report.peers = vec![peer.to_owned()];
+            metrics.ended(&record);
+        };
+        // Of the daemon itself, of a peer, and of one that is gone before anybody looked.
+        ["self:1", "node:1", "gone:1"].into_iter().for_each(of);
+        let mut status = status();
+        status.address = "self:1".to_owned();
+        let peers = |status: &Status| {
+            let scraped = metrics.render(status).unwrap();
+            ["self:1", "node:1", "gone:1"].map(|peer| scraped.contains(&format!("\"{peer}\"")))
+        };
+        assert_eq!(peers(&status), [true, true, true]);
+        assert_eq!(peers(&status), [true, true, false]);
+        status.peers.clear();
+        assert_eq!(peers(&status), [true, true, false]);
+        assert_eq!(peers(&status), [true, false, false]);
+        // It comes back.
+        of("node:1");
+        assert_eq!(peers(&status), [true, true, false]);
+        assert_eq!(metrics.counted_peers.lock().unwrap().len(), 2);
+    }
+
+    #[test]
+    fn peers_that_nobody_scrapes_are_bounded() {
+        let metrics = Metrics::new();
+        for peer in 0..2 * MOST_PEERS {
+            metrics.counted(&format!("node:{peer}"));
+        }
+        assert_eq!(metrics.counted_peers.lock().unwrap().len(), MOST_PEERS + 1);
+        assert_eq!(metrics.counted("new:1"), OTHERS);
+        assert_eq!(metrics.counted("node:1"), "node:1");
     }
 }

@@ -21,6 +21,11 @@ pub(crate) fn printable(text: &str) -> String {
 pub(crate) fn log(record: &Record) {
     let report = &record.report;
     let bytes: u64 = report.paths.iter().map(|(_, bytes)| bytes).sum();
+    let paths: Vec<String> = report
+        .paths
+        .iter()
+        .map(|(path, bytes)| format!("{}:{bytes}", path.name()))
+        .collect();
     let cause = record
         .cause
         .as_ref()
@@ -34,7 +39,7 @@ pub(crate) fn log(record: &Record) {
         rank = record.rank,
         peer_engine = %printable(&record.peer_engine),
         peers = %report.peers.join(","),
-        paths = ?report.paths,
+        paths = %paths.join(","),
         tokens = record.tokens,
         bytes,
         bounced = report.bounced,

@@ -59,8 +59,12 @@ impl Core {
     fn fresh_token(&self) -> Option<(u64, Token)> {
         let mut token = [0; 32];
         let drawn = rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty());
+        if let Err(error) = drawn {
+            tracing::error!(%error, "no random numbers for a lane's token");
+            return None;
+        }
         if drawn != Ok(token.len()) {
-            tracing::error!(?drawn, "no random numbers for a lane's token");
+            tracing::error!("too few random numbers for a lane's token");
             return None;
         }
         Some((self.fresh(), Token(token)))

@@ -260,7 +260,14 @@ fn check_memfd(fd: &OwnedFd, offset: u64, len: u64) -> Result<(u64, u64), Regist
     let stat = fstat(fd).map_err(unknown)?;
     let file_type = FileType::from_raw_mode(stat.st_mode);
     if file_type != FileType::RegularFile {
-        return Err(kind(format!("it is a {file_type:?}, not a memfd")));
+        let named = match file_type {
+            FileType::Directory => "a directory",
+            FileType::Fifo => "a pipe",
+            FileType::Socket => "a socket",
+            FileType::CharacterDevice | FileType::BlockDevice => "a device",
+            _ => "no file that can be mapped",
+        };
+        return Err(kind(format!("it is {named}, not a memfd")));
     }
     let seals = match fcntl_get_seals(fd) {
         Ok(seals) => seals,

@@ -94,9 +94,10 @@ fn unreachable(core: &Core, peer: &Peer, now: Instant) -> Option<Instant> {
         job.fail(Trouble {
             code: Code::PeerUnreachable,
             message: format!(
-                "no connection to the data port of {} could be opened for {patience:?}: {why}; check that its data port is open \
+                "no connection to the data port of {} could be opened for {} s: {why}; check that its data port is open \
                  to this node, and that both daemons encrypt lanes or neither does",
-                peer.name
+                peer.name,
+                patience.as_secs_f64()
             ),
         });
     }

@@ -58,7 +58,10 @@ pub(crate) fn check_carriable(pair: &Pair<'_>) -> Result<(), Box<Mismatch>> {
         return Err(Box::new(new(
             Code::ComponentKind,
             field("unit"),
-            [source, target].map(|c| format!("{:?}, window {:?}", c.unit, c.window)),
+            [source, target].map(|c| match c.window {
+                Some(window) => format!("{}, window {window}", c.unit),
+                None => format!("{}, no window", c.unit),
+            }),
             "rows of the two sides do not mean the same".to_owned(),
         )));
     }
@@ -96,7 +99,7 @@ pub(crate) fn check_carriable(pair: &Pair<'_>) -> Result<(), Box<Mismatch>> {
             return Err(Box::new(new(
                 Code::DcpTopology,
                 field("dcp"),
-                [SOURCE, TARGET].map(|side| format!("{:?}", pair.dcp(side))),
+                [SOURCE, TARGET].map(|side| pair.dcp(side).to_string()),
                 "such pages can only be moved whole, and would hold other tokens".to_owned(),
             )));
         }

@@ -1,7 +1,6 @@
 //! The configuration file: TOML, of which every key must be known.
 
-use std::fs::File;
-use std::io::{self, Read as _};
+use std::io;
 use std::path::Path;
 
 use kvferry_handshake::edits;
@@ -10,8 +9,8 @@ use toml::de::{DeTable, DeValue};
 use super::Config;
 use super::keys::{KEYS, Setting};
 
-/// Bytes of the longest file that is read.
-const LONGEST: u64 = 1 << 20;
+/// Characters of a line that cannot be read that are shown.
+const SHOWN: usize = 120;
 
 /// What is wrong with the configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -56,14 +55,14 @@ impl ConfigError {
     }
 }
 
-/// What the file holds, if that is no more than a configuration can need.
+/// What the file says.
 pub(super) fn read(path: &Path) -> io::Result<String> {
-    let mut content = String::new();
-    File::open(path)?.take(LONGEST + 1).read_to_string(&mut content)?;
-    if u64::try_from(content.len()).is_ok_and(|len| len <= LONGEST) {
-        return Ok(content);
-    }
-    Err(io::Error::other(format!("it has more than {LONGEST} bytes")))
+    String::from_utf8(crate::files::read(path)?).map_err(|error| {
+        io::Error::other(format!(
+            "it is no text: byte {} is not UTF-8",
+            error.utf8_error().valid_up_to()
+        ))
+    })
 }
 
 /// Puts what the file says into `config`. Reports the first thing that is wrong.
@@ -75,7 +74,13 @@ pub(super) fn apply(config: &mut Config, name: &str, content: &str) -> Result<()
     };
     let table = DeTable::parse(content).map_err(|error| {
         let offset = error.span().map_or(0, |span| span.start);
-        at(offset, error.message().to_owned())
+        let line = content
+            .lines()
+            .nth(line_of(content, offset) - 1)
+            .unwrap_or_default();
+        let shown: String = line.trim().chars().take(SHOWN).collect();
+        let message = error.message();
+        at(offset, format!("this is no TOML: {message}, in: {shown}"))
     })?;
     apply_table(config, "", table.get_ref(), &at)
 }
@@ -102,13 +107,20 @@ fn apply_table(
         let Some(known) = KEYS.iter().find(|key| key.name == name) else {
             return Err(at(offset, unknown(&name)));
         };
-        let set = setting(value.get_ref()).and_then(|setting| (known.set)(config, &setting));
+        let set = (known.set)(config, &setting(value.get_ref()));
         set.map_err(|message| at(offset, format!("{name}: {message}")))?;
     }
     Ok(())
 }
 
 fn unknown(name: &str) -> String {
+    let inside = format!("{name}.");
+    if let Some(key) = KEYS.iter().find(|key| key.name.starts_with(&inside)) {
+        return format!(
+            "{name:?} is a table: write the line [{name}], and its keys below it; one is {}",
+            key.name
+        );
+    }
     let nearest = KEYS.iter().map(|key| (edits(name, key.name), key.name)).min();
     match nearest {
         Some((_, nearest)) => {
@@ -120,23 +132,19 @@ fn unknown(name: &str) -> String {
     }
 }
 
-fn setting(value: &DeValue<'_>) -> Result<Setting, String> {
+fn setting(value: &DeValue<'_>) -> Setting {
     match value {
-        DeValue::String(text) => Ok(Setting::Text(text.to_string())),
-        DeValue::Boolean(value) => Ok(Setting::Bool(*value)),
+        DeValue::String(text) => Setting::Text(text.to_string()),
+        DeValue::Boolean(value) => Setting::Bool(*value),
         DeValue::Integer(integer) => {
             let text = integer.as_str().replace('_', "");
-            let parsed = i64::from_str_radix(&text, integer.radix());
-            parsed
-                .map(Setting::Integer)
-                .map_err(|_| format!("{text} is out of range"))
+            i64::from_str_radix(&text, integer.radix()).map_or(Setting::Other(text), Setting::Integer)
         }
+        DeValue::Float(float) => Setting::Other(float.as_str().to_owned()),
         DeValue::Array(values) => {
-            let values: Result<Vec<Setting>, String> =
-                values.iter().map(|value| setting(value.get_ref())).collect();
-            values.map(Setting::List)
+            Setting::List(values.iter().map(|value| setting(value.get_ref())).collect())
         }
-        other => Err(format!("a {} is not what it takes", other.type_str())),
+        other => Setting::Other(format!("a {}", other.type_str())),
     }
 }
 
@@ -191,10 +199,13 @@ mod tests {
             ),
             (
                 "lanes_per_peer = \"4\"",
-                ":1: lanes_per_peer: must be a whole number from 1 to 64",
+                ":1: lanes_per_peer: \"4\" is no whole number from 1 to 64; write it without quotes",
             ),
-            ("checksum = 1", ":1: checksum: must be true or false"),
-            ("socket = 3", ":1: socket: must be text in quotes"),
+            ("checksum = 1", ":1: checksum: 1 is not true or false"),
+            (
+                "socket = 3",
+                ":1: socket: 3 is not text; write it in quotes: \"3\"",
+            ),
             (
                 "socket_mode = \"0999\"",
                 ":1: socket_mode: \"0999\" is not octal from 0 to 0777",
@@ -212,10 +223,10 @@ mod tests {
                 ":1: metrics_listen: \"9460\" is not an IP address and port, like 127.0.0.1:7460",
             ),
             ("advertise = \"node\"", ":1: advertise: \"node\" is not HOST:PORT"),
-            ("limits = 3", ":1: there is no key \"limits\""),
+            ("limits = 3", ":1: \"limits\" is a table: write the line [limits]"),
             (
                 "deadline_ms = 1.5",
-                ":1: deadline_ms: a float is not what it takes",
+                ":1: deadline_ms: 1.5 is no whole number from 100 to 86400000",
             ),
             (
                 "advertise = \"0.0.0.0:7460\"",
@@ -237,7 +248,25 @@ mod tests {
                 "log_level = \"info,kvfery=debug\"",
                 ":1: log_level: \"kvfery\" logs nothing; what logs begins with kvferry",
             ),
-            ("\n\nchecksum = tru", ":3: "),
+            ("\n\nchecksum = tru", ":3: this is no TOML: "),
+            (
+                "socket_mode = 0600",
+                ":1: this is no TOML: unexpected leading zero, expected nothing, in: socket_mode = 0600",
+            ),
+            ("socket = \"\"", ":1: socket: is empty"),
+            (
+                "deadline_ms = 99999999999999999999",
+                ":1: deadline_ms: 99999999999999999999 is no whole number from 100 to 86400000",
+            ),
+            (
+                "allow_users = [\"root\"]",
+                ":1: allow_users: \"root\" is no whole number from 0 to 4294967295",
+            ),
+            (
+                "allow_users = 1000",
+                ":1: allow_users: 1000 is no list of user ids; write it like [1000, 1001]",
+            ),
+            ("policy = {a = 1}", ":1: policy: a table is not text"),
         ] {
             let error = error(content);
             assert!(error.starts_with(&format!("kvferryd.toml{expected}")), "{error}");
@@ -271,12 +300,6 @@ mod tests {
         with(103).unwrap();
         let error = with(104).unwrap_err().to_string();
         assert!(error.contains("104 bytes") && error.contains("103"), "{error}");
-    }
-
-    #[test]
-    fn a_file_without_end_is_not_read_to_its_end() {
-        let error = super::read(std::path::Path::new("/dev/zero")).unwrap_err();
-        assert!(error.to_string().contains("1048576 bytes"), "{error}");
     }
 
     #[test]

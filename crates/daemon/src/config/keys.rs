@@ -1,6 +1,7 @@
 //! Every key of the configuration: its name, what it does, how it is read and how it is shown. The file,
 //! the flags, the documentation and `--check-config` are all made from this one table.
 
+use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,6 +17,21 @@ pub(super) enum Setting {
     Integer(i64),
     Bool(bool),
     List(Vec<Setting>),
+    /// What no key takes, as it is to be shown.
+    Other(String),
+}
+
+/// As the file has it.
+impl fmt::Display for Setting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Setting::Text(text) => write!(f, "{text:?}"),
+            Setting::Integer(value) => write!(f, "{value}"),
+            Setting::Bool(value) => write!(f, "{value}"),
+            Setting::List(_) => f.write_str("a list"),
+            Setting::Other(shown) => f.write_str(shown),
+        }
+    }
 }
 
 /// `sun_path` holds 107 bytes (unix(7)); the socket is made beside its place, with .new at its end.
@@ -87,7 +103,9 @@ pub(super) const KEYS: &[Key] = &[
         example: "",
         set: |config, value| {
             let Setting::List(users) = value else {
-                return Err("must be a list of user ids, like [1000, 1001]".to_owned());
+                return Err(format!(
+                    "{value} is no list of user ids; write it like [1000, 1001] (`id -u NAME` tells one)"
+                ));
             };
             let users: Result<Vec<u32>, String> = users
                 .iter()
@@ -412,8 +430,11 @@ fn text(value: &Setting) -> Result<String, String> {
     match value {
         Setting::Text(text) if text.contains('\0') => Err("must not contain a NUL byte".to_owned()),
         Setting::Text(text) if !text.is_empty() => Ok(text.clone()),
-        Setting::Text(_) => Err("must not be empty".to_owned()),
-        _ => Err("must be text in quotes".to_owned()),
+        Setting::Text(_) => Err("is empty; write a value, or leave the key out".to_owned()),
+        Setting::Integer(_) | Setting::Bool(_) => {
+            Err(format!("{value} is not text; write it in quotes: \"{value}\""))
+        }
+        Setting::List(_) | Setting::Other(_) => Err(format!("{value} is not text in quotes")),
     }
 }
 
@@ -438,16 +459,19 @@ fn directive(part: &str) -> Result<(), String> {
 fn boolean(value: &Setting) -> Result<bool, String> {
     match value {
         Setting::Bool(value) => Ok(*value),
-        _ => Err("must be true or false".to_owned()),
+        _ => Err(format!("{value} is not true or false, written without quotes")),
     }
 }
 
 fn integer<T: TryFrom<i64>>(value: &Setting, least: i64, most: i64) -> Result<T, String> {
-    let range = || format!("must be a whole number from {least} to {most}");
+    let range = || format!("whole number from {least} to {most}");
     match value {
-        Setting::Integer(value) if (least..=most).contains(value) => T::try_from(*value).map_err(|_| range()),
-        Setting::Integer(value) => Err(format!("{value} is out of range: it {}", range())),
-        _ => Err(range()),
+        Setting::Integer(value) if (least..=most).contains(value) => {
+            T::try_from(*value).map_err(|_| format!("{value} is out of range: it must be a {}", range()))
+        }
+        Setting::Integer(value) => Err(format!("{value} is out of range: it must be a {}", range())),
+        Setting::Text(_) => Err(format!("{value} is no {}; write it without quotes", range())),
+        _ => Err(format!("{value} is no {}", range())),
     }
 }
 

@@ -41,8 +41,12 @@ impl Admission {
             Code::PeerCredentials,
             format!(
                 "user {uid} is not allowed; add it to allow_users in the daemon's configuration, or run the engine as \
-                 one of {:?}",
+                 one of {}",
                 self.allowed
+                    .iter()
+                    .map(u32::to_string)
+                    .collect::<Vec<_>>()
+                    .join(", ")
             ),
         ))
     }

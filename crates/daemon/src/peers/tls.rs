@@ -8,13 +8,14 @@ use kvferry_control::Fault;
 use kvferry_handshake::Code;
 use rustls::client::danger::ServerCertVerifier;
 use rustls::client::{VerifierBuilderError, WebPkiServerVerifier, verify_server_name};
-use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
-use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use rustls::{CertificateError, ClientConfig, RootCertStore, ServerConfig};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use crate::config::{Advertised, TlsFiles};
+use crate::files;
 
 /// What is wrong with the certificates.
 #[derive(Debug, thiserror::Error)]
@@ -47,8 +48,7 @@ impl Tls {
         let versions = [&rustls::version::TLS13];
         let roots = Arc::new(authorities(files)?);
         let chain = certificates("tls.cert", &files.cert)?;
-        let key =
-            PrivateKeyDer::from_pem_file(&files.key).map_err(|error| wrong("tls.key", &files.key, error))?;
+        let key = private_key(&files.key)?;
 
         let mut client = ClientConfig::builder_with_provider(Arc::clone(&provider))
             .with_protocol_versions(&versions)
@@ -88,11 +88,12 @@ pub(crate) fn check_own(files: &TlsFiles, host: &str) -> Result<(), TlsError> {
         return Ok(());
     };
     let unbelieved = |error: rustls::Error| {
-        let why = format!(
-            "peers will refuse this certificate: {error}; it must be signed by an authority in tls.ca, be valid now, and \
-             be for {host:?}, the host of advertise (docs/security.md)"
-        );
-        wrong("tls.cert", &files.cert, why)
+        let why = unbelieved(&error, files, host);
+        wrong(
+            "tls.cert",
+            &files.cert,
+            format!("peers will refuse this certificate: {why} (docs/security.md)"),
+        )
     };
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let roots = Arc::new(authorities(files)?);
@@ -171,12 +172,84 @@ fn key_unfit(files: &TlsFiles, error: &rustls::Error) -> TlsError {
 }
 
 fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let read = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    let content = content(key, path)?;
+    let read = CertificateDer::pem_slice_iter(&content).collect::<Result<Vec<_>, _>>();
     let certificates = read.map_err(|error| wrong(key, path, error))?;
     if certificates.is_empty() {
-        return Err(wrong(key, path, "there is no certificate in it"));
+        return Err(wrong(
+            key,
+            path,
+            "there is no certificate in it; PEM with BEGIN CERTIFICATE is wanted",
+        ));
     }
     Ok(certificates)
+}
+
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
+    PrivateKeyDer::from_pem_slice(&content("tls.key", path)?).map_err(|error| {
+        let why = match error {
+            pem::Error::NoItemsFound => {
+                "there is no private key in it; PEM with BEGIN PRIVATE KEY is wanted".to_owned()
+            }
+            other => other.to_string(),
+        };
+        wrong("tls.key", path, why)
+    })
+}
+
+fn content(key: &'static str, path: &Path) -> Result<Vec<u8>, TlsError> {
+    files::read(path).map_err(|error| wrong(key, path, format!("cannot be read: {error}")))
+}
+
+/// Why a certificate is not believed, and what to do.
+fn unbelieved(error: &rustls::Error, files: &TlsFiles, host: &str) -> String {
+    let rustls::Error::InvalidCertificate(why) = error else {
+        return format!("{error}");
+    };
+    match why {
+        CertificateError::ExpiredContext { time, not_after } => format!(
+            "it was valid until {}, and now is {}; issue a new one",
+            utc(not_after.as_secs()),
+            utc(time.as_secs())
+        ),
+        CertificateError::NotValidYetContext { time, not_before } => format!(
+            "it is valid from {} on, and now is {}; look at this node's clock, or issue a new one",
+            utc(not_before.as_secs()),
+            utc(time.as_secs())
+        ),
+        CertificateError::UnknownIssuer => format!(
+            "no authority in {} (tls.ca) signed it, nor the intermediate certificates behind it; issue it by that \
+             authority, or name its own in tls.ca on all nodes",
+            files.ca.display()
+        ),
+        CertificateError::NotValidForNameContext { presented, .. } => format!(
+            "it is for {}, and the host of advertise is {host:?}; issue one for that host, or set advertise to a name \
+             that it has",
+            presented.join(", ")
+        ),
+        other => format!(
+            "{other}; it must be signed by an authority in tls.ca, be valid now, and be for {host:?}, the host of advertise"
+        ),
+    }
+}
+
+/// Seconds since 1970 as a date and time. Days are counted in eras of 400 years that begin in March, so that the leap day
+/// is the last of its year.
+fn utc(seconds: u64) -> String {
+    let (days, second) = (seconds / 86_400 + 719_468, seconds % 86_400);
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (month, next) = if month < 10 {
+        (month + 3, 0)
+    } else {
+        (month - 9, 1)
+    };
+    let year = era * 400 + year + next;
+    let (hour, minute) = (second / 3_600, second / 60 % 60);
+    format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02} UTC")
 }
 
 fn wrong(key: &'static str, path: &Path, message: impl ToString) -> TlsError {
@@ -184,5 +257,24 @@ fn wrong(key: &'static str, path: &Path, message: impl ToString) -> TlsError {
         key,
         file: path.display().to_string(),
         message: message.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seconds_as_dates() {
+        for (seconds, shown) in [
+            (0, "1970-01-01 00:00 UTC"),
+            (951_782_399, "2000-02-28 23:59 UTC"),
+            (951_782_400, "2000-02-29 00:00 UTC"),
+            (951_868_800, "2000-03-01 00:00 UTC"),
+            (1_609_459_199, "2020-12-31 23:59 UTC"),
+            (4_107_542_400, "2100-03-01 00:00 UTC"),
+        ] {
+            assert_eq!(utc(seconds), shown);
+        }
     }
 }

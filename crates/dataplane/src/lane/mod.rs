@@ -27,10 +27,10 @@ pub(crate) enum LaneEnd {
     #[error("closed by the other end")]
     Closed,
     /// Bytes were due, and nothing moved.
-    #[error("nothing moved for {0:?}")]
+    #[error("nothing moved for {} s", .0.as_secs_f64())]
     Stalled(std::time::Duration),
     /// Pages of a closed job were due to be let go, and hardly anything moved.
-    #[error("pages of a closed transfer were held for {0:?}")]
+    #[error("pages of a closed transfer were held for {} s", .0.as_secs_f64())]
     Held(std::time::Duration),
     /// The other end said what it must not.
     #[error("the other end broke the lane's protocol: {0}")]

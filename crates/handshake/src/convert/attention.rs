@@ -80,6 +80,16 @@ const CLASS_DEFAULTS: &[(&str, u32)] = &[
     ("num_key_value_heads", 4),
 ];
 
+/// The windows that models have which leave theirs out, with the defaults of their classes: transformers,
+/// models/*/configuration_*.py.
+const CLASS_WINDOWS: &[(&str, u32)] = &[
+    ("cohere2", 4096),
+    ("gemma2", 4096),
+    ("gemma3", 4096),
+    ("gemma3_text", 4096),
+    ("gpt_oss", 128),
+];
+
 /// Beginnings of keys of recurrent state.
 const RECURRENT: &[&str] = &["attn_layer_", "linear_num_", "mamba_", "ssm_"];
 
@@ -215,7 +225,21 @@ pub(super) fn windows(config: &Config, layers: u32, notes: &mut Notes) -> Result
         layers: Vec::new(),
         window: 0,
     };
-    let window = config.number("sliding_window")?.unwrap_or(0);
+    let class = CLASS_WINDOWS
+        .iter()
+        .find(|(name, _)| *name == config.model_type());
+    let window = match (config.number("sliding_window")?, class) {
+        (Some(window), _) => window,
+        // Null says that there is none; a key that is left out does not.
+        (None, Some((name, window))) if !config.states("sliding_window") => {
+            notes.add(
+                "component.window.window",
+                format!("sliding_window is not given; assumed: {window}, the default of transformers' class for {name}"),
+            );
+            *window
+        }
+        (None, _) => 0,
+    };
     if let Some(types) = config.per_layer("layer_types", layers)? {
         let mut sliding = Vec::new();
         for (layer, name) in (0u32..).zip(&types) {

@@ -73,6 +73,14 @@ impl Config {
             .filter(|value| !value.is_null())
     }
 
+    /// Whether a key is there, be it null.
+    pub(super) fn states(&self, key: &str) -> bool {
+        self.nested
+            .iter()
+            .chain([&self.root])
+            .any(|part| part.contains_key(key))
+    }
+
     /// The first key that begins so, and is not null.
     pub(super) fn key_beginning(&self, with: &[&str]) -> Option<&str> {
         let keys = self

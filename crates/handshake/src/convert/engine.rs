@@ -155,7 +155,7 @@ impl<'a> Engine<'a> {
             framework_version: self.options.framework_version.clone().unwrap_or_default(),
             tp,
             pp: Stages::Layers(self.stages(layers)?),
-            dcp: self.dcp()?,
+            dcp: self.dcp(tp, model)?,
             prefill_cp: cp,
             page_size: self.page_size(model)?,
             pool_pages,
@@ -267,12 +267,17 @@ impl<'a> Engine<'a> {
             .collect())
     }
 
-    fn dcp(&self) -> Result<Dcp, ConvertError> {
+    fn dcp(&self, tp: u32, model: &ModelShape) -> Result<Dcp, ConvertError> {
         Ok(match self.framework {
-            Framework::Vllm => Dcp {
-                size: self.given.size("--decode-context-parallel-size")?,
-                interleave: self.given.size("--cp-kv-cache-interleave-size")?,
-            },
+            Framework::Vllm => {
+                let flag = "--decode-context-parallel-size";
+                let size = self.given.size(flag)?;
+                if size > 1 {
+                    refuse_dcp_of_heads(flag, size, tp, model)?;
+                }
+                let interleave = self.given.size("--cp-kv-cache-interleave-size")?;
+                Dcp { size, interleave }
+            }
             Framework::Sglang => Dcp {
                 size: self.given.size("--dcp-size")?,
                 interleave: 1,
@@ -332,4 +337,33 @@ impl<'a> Engine<'a> {
         );
         Ok((order, allocation))
     }
+}
+
+/// vLLM splits keys and values by tokens only over ranks that would otherwise hold the same heads, and does not start
+/// otherwise; MLA latents have one head that all ranks hold (vllm/config/model.py, verify_with_parallel_config).
+fn refuse_dcp_of_heads(flag: &str, size: u32, tp: u32, model: &ModelShape) -> Result<(), ConvertError> {
+    if model.cached.iter().any(|one| one.kind == Kind::Latent) {
+        return Ok(());
+    }
+    let of_heads = model
+        .cached
+        .iter()
+        .filter(|one| matches!(one.kind, Kind::Kv | Kind::Window));
+    let heads = of_heads.flat_map(|one| &one.parts).map(|part| part.heads).max();
+    let Some(heads) = heads.filter(|heads| *heads > 0) else {
+        return Ok(());
+    };
+    let most = tp / heads;
+    if tp > heads && size <= most {
+        return Ok(());
+    }
+    let needed = u64::from(heads) * u64::from(size);
+    Err(argument(
+        flag,
+        format!(
+            "vLLM does not start with {size}: except for MLA it wants --tensor-parallel-size above the number of KV heads, \
+             and a DCP size of at most their ratio; here TP is {tp} and there are {heads} KV heads. Leave it out, or \
+             set --tensor-parallel-size to {needed} or more"
+        ),
+    ))
 }

@@ -35,6 +35,28 @@ fn shape(converted: &Converted) -> (u32, u32) {
 }
 
 #[test]
+fn a_window_that_is_left_out_is_the_one_of_the_models_class() {
+    let window = |converted: &Converted| {
+        let components = &converted.envelope.components;
+        components.iter().find_map(|component| component.window)
+    };
+    let mut text = json!({ "model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 12 });
+    let converted = made(&gemma3(text.clone()), "vllm serve m", None).unwrap();
+    assert_eq!(window(&converted), Some(4096));
+    assert!(noted(&converted, "sliding_window is not given; assumed: 4096"));
+    // Null is a statement.
+    text["sliding_window"] = Value::Null;
+    let converted = made(&gemma3(text), "vllm serve m", None).unwrap();
+    assert_eq!(window(&converted), None);
+    for (name, length) in [("gemma2", 4096), ("cohere2", 4096), ("gpt_oss", 128)] {
+        let mut config = llama();
+        config["model_type"] = json!(name);
+        let converted = made(&config, "vllm serve m", None).unwrap();
+        assert_eq!(window(&converted), Some(length), "{name}");
+    }
+}
+
+#[test]
 fn gemma_3_has_the_defaults_of_its_class() {
     let twelve = gemma3(json!({
         "model_type": "gemma3_text", "hidden_size": 3840, "num_attention_heads": 16, "num_hidden_layers": 48,

@@ -46,6 +46,15 @@ fn what_is_not_understood_is_refused_by_name() {
         ("--model m --block-size", "--block-size"),
         ("--model m -tp x", "--tensor-parallel-size"),
         ("--model m -tp 3", "3 ranks"),
+        (
+            "--model m -tp 8 -dcp 2",
+            "here TP is 8 and there are 8 KV heads. Leave it out, or set --tensor-parallel-size to 16",
+        ),
+        (
+            "--model m -tp 16 -dcp 4",
+            "here TP is 16 and there are 8 KV heads",
+        ),
+        ("--model m -dcp 2", "--decode-context-parallel-size"),
         ("--model m --hf-overrides {}", "--hf-overrides"),
         ("VLLM_KV_CACHE_LAYOUT=HNN --model m", "VLLM_KV_CACHE_LAYOUT"),
         ("VLLM_MLA_DISABLE=1 --model m", "VLLM_MLA_DISABLE"),
