@@ -80,7 +80,7 @@ pub(super) fn apply(config: &mut Config, name: &str, content: &str) -> Result<()
             .unwrap_or_default();
         let shown: String = line.trim().chars().take(SHOWN).collect();
         let message = error.message();
-        at(offset, format!("this is no TOML: {message}, in: {shown}"))
+        at(offset, format!("{message}, in: {shown}"))
     })?;
     apply_table(config, "", table.get_ref(), &at)
 }
@@ -248,10 +248,10 @@ mod tests {
                 "log_level = \"info,kvfery=debug\"",
                 ":1: log_level: \"kvfery\" logs nothing; what logs begins with kvferry",
             ),
-            ("\n\nchecksum = tru", ":3: this is no TOML: "),
+            ("\n\nchecksum = tru", ":3: "),
             (
                 "socket_mode = 0600",
-                ":1: this is no TOML: unexpected leading zero, expected nothing, in: socket_mode = 0600",
+                ":1: unexpected leading zero, expected nothing, in: socket_mode = 0600",
             ),
             ("socket = \"\"", ":1: socket: is empty"),
             (
