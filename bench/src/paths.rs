@@ -153,7 +153,6 @@ fn local(options: &Options, cell: Cell, threads: usize) -> anyhow::Result<Line> 
             map.clone(),
             Arc::clone(&source.pages),
             Arc::clone(&source_regions),
-            Arc::clone(&target.pages),
             Arc::clone(&target_regions),
         );
         plane.ready(job, Ready::complete(map.end()), None);

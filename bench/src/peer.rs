@@ -93,8 +93,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         match ask {
             Ask::Lane(message) => plane.peer_message(SENDER, message),
             Ask::Receive(job) => {
-                let pages = Arc::clone(&pool.pages);
-                plane.receive(JobId(job), SENDER, map.clone(), pages, Arc::clone(&regions));
+                plane.receive(JobId(job), SENDER, map.clone(), Arc::clone(&regions));
                 plane.end(JobId(job), map.end());
                 say(&out, &Say::Done);
             }

@@ -13,9 +13,9 @@ pub(crate) fn command(plane: &DataPlane, command: DataCommand) {
             job,
             peer,
             map,
-            pages,
             regions,
-        } => plane.receive(id(job), &peer.0, map, pages, keys(&regions)),
+            ..
+        } => plane.receive(id(job), &peer.0, map, keys(&regions)),
         DataCommand::Send {
             job,
             peer,
@@ -29,16 +29,9 @@ pub(crate) fn command(plane: &DataPlane, command: DataCommand) {
             map,
             source_pages,
             source_regions,
-            pages,
             regions,
-        } => plane.copy(
-            id(job),
-            map,
-            source_pages,
-            keys(&source_regions),
-            pages,
-            keys(&regions),
-        ),
+            ..
+        } => plane.copy(id(job), map, source_pages, keys(&source_regions), keys(&regions)),
         DataCommand::Ready {
             job,
             ready,

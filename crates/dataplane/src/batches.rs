@@ -4,7 +4,7 @@
 //! (measured: as long as the copy itself, for pages of 4 KiB and less). In batches it waits once for many.
 
 /// Steps taken at once: their list stays in the first-level cache.
-const BATCH: usize = 256;
+pub(crate) const BATCH: usize = 256;
 
 /// The same items, drawn many at a time.
 pub(crate) fn in_batches<I: Iterator>(items: I) -> InBatches<I> {

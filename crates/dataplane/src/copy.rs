@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use kvferry_handshake::Code;
 
+use crate::batches::BATCH;
 use crate::job::{Job, Pass, Role, Trouble};
 use crate::line::{Line, Taken};
 use crate::memory::Span;
@@ -15,12 +16,9 @@ use crate::region::Piece;
 const PASS_BYTES: usize = 1 << 20;
 /// Most bytes of one system call that copies to or from a process.
 const BATCH_BYTES: usize = 1 << 20;
-/// Copies queued before they are made: their list stays in the first-level cache.
-///
-/// Walking in turn with copying makes each step wait for the copy's stores to leave the processor's store buffer
-/// (measured: as long as the copy itself, for pages of 4 KiB and less). With a queue it waits once for many, and what is
-/// copied soon is known, so that it can be fetched into the cache meanwhile.
-const QUEUED_COPIES: usize = 256;
+/// Copies queued before they are made, for the reason that [`crate::batches`] tells. What is copied soon is known too, so that
+/// it can be fetched into the cache meanwhile.
+const QUEUED_COPIES: usize = BATCH;
 /// How many copies ahead memory is fetched.
 const FETCHED_AHEAD: usize = 2;
 

@@ -20,6 +20,9 @@ const PROGRESS_MS: u64 = 100;
 /// And that it is alive, at most so often.
 pub(crate) const ALIVE: Duration = Duration::from_millis(250);
 
+/// A transfer fails when so many of its chunks came damaged.
+pub(crate) const MAX_DAMAGED: u32 = 3;
+
 const OPEN: u8 = 0;
 const COMPLETE: u8 = 1;
 const FAILED: u8 = 2;
@@ -238,7 +241,7 @@ impl Job {
         self.resent.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A chunk's checksum did not match. Gives how many that were.
+    /// A chunk's checksum did not match. Gives how many that were; [`MAX_DAMAGED`] are too many.
     pub(crate) fn came_damaged(&self) -> u32 {
         self.damaged.fetch_add(1, Ordering::Relaxed).saturating_add(1)
     }

@@ -13,7 +13,6 @@
 mod batches;
 mod config;
 mod copy;
-mod core;
 mod event;
 mod fence;
 mod job;
@@ -30,6 +29,7 @@ mod prefault;
 mod probe;
 mod process;
 mod region;
+mod shared;
 mod source;
 mod steward;
 mod target;

@@ -6,13 +6,10 @@ use std::time::Instant;
 
 use kvferry_handshake::Code;
 
-use crate::job::{Job, Trouble};
+use crate::job::{Job, MAX_DAMAGED, Trouble};
 use crate::lanes::Lanes;
 use crate::line::{Line, Taken};
 use crate::wake::Wake;
-
-/// A send fails when so many of its chunks came damaged.
-const MAX_DAMAGED: u32 = 3;
 
 /// A peer daemon.
 #[derive(Debug)]

@@ -8,9 +8,9 @@ use std::sync::Mutex;
 use kvferry_handshake::{Code, PageLists, Ready};
 use kvferry_plan::ChunkMap;
 
-use crate::core::Core;
 use crate::job::{Job, RankMemory, Role, Trouble};
 use crate::jobs::Jobs;
+use crate::shared::Shared;
 use crate::source::Source;
 use crate::target::Target;
 use crate::wake::Wake;
@@ -23,13 +23,13 @@ use crate::{
 /// [`DataPlane::shutdown`]. No other call blocks.
 #[derive(Clone, Debug)]
 pub struct DataPlane {
-    core: Arc<Core>,
+    shared: Arc<Shared>,
     _last: Arc<Last>,
 }
 
-/// Shuts down when the last handle is dropped; the threads themselves hold only the core.
+/// Shuts down when the last handle is dropped; the threads themselves hold only what is shared.
 #[derive(Debug)]
-struct Last(Arc<Core>);
+struct Last(Arc<Shared>);
 
 impl Drop for Last {
     fn drop(&mut self) {
@@ -37,7 +37,7 @@ impl Drop for Last {
     }
 }
 
-impl Core {
+impl Shared {
     fn shutdown(&self) {
         self.listener.end();
         self.jobs.copies.end();
@@ -52,9 +52,9 @@ impl Core {
 }
 
 /// A job's regions, by their numbers.
-fn memory(core: &Core, regions: &[(u16, RegionKey)]) -> Result<RankMemory, Trouble> {
+fn memory(shared: &Shared, regions: &[(u16, RegionKey)]) -> Result<RankMemory, Trouble> {
     let found = regions.iter().map(|(number, key)| {
-        let region = core.regions.get(*key).ok_or_else(|| Trouble {
+        let region = shared.regions.get(*key).ok_or_else(|| Trouble {
             code: Code::RegionUnknown,
             message: format!("region {number} is not registered any more"),
         })?;
@@ -83,28 +83,28 @@ impl DataPlane {
         let (socket, address) = listener::bind(config.listen)?;
         let wake = Wake::new().map_err(resources("an fd for the listener"))?;
         let copy_threads = config.copy_threads;
-        let core = Arc::new(Core::new(config, address, Arc::new(Jobs::new(sink)), wake));
+        let shared = Arc::new(Shared::new(config, address, Arc::new(Jobs::new(sink)), wake));
         // From here on a failure ends what was started.
-        let last = Arc::new(Last(Arc::clone(&core)));
+        let last = Arc::new(Last(Arc::clone(&shared)));
         let spawn = |name, life: Box<dyn FnOnce() + Send>| {
-            core.threads.spawn(name, life).map_err(resources("a thread"))
+            shared.threads.spawn(name, life).map_err(resources("a thread"))
         };
-        let of = Arc::clone(&core);
+        let of = Arc::clone(&shared);
         spawn("kvferry-listen", Box::new(move || listener::run(&of, &socket)))?;
-        let of = Arc::clone(&core);
+        let of = Arc::clone(&shared);
         spawn("kvferry-steward", Box::new(move || steward::run(&of)))?;
-        let of = Arc::clone(&core);
+        let of = Arc::clone(&shared);
         spawn("kvferry-pages", Box::new(move || of.regions.prefault.work()))?;
         for _ in 0..copy_threads {
-            let of = Arc::clone(&core.jobs);
+            let of = Arc::clone(&shared.jobs);
             spawn("kvferry-copy", Box::new(move || of.copies.work()))?;
         }
-        Ok(DataPlane { core, _last: last })
+        Ok(DataPlane { shared, _last: last })
     }
 
     /// Where lanes are accepted.
     pub fn listen_address(&self) -> SocketAddr {
-        self.core.address
+        self.shared.address
     }
 
     /// Maps `[offset, offset + len)` of a memfd. The fd is kept until [`DataPlane::release`]. Regions of one
@@ -116,7 +116,7 @@ impl DataPlane {
         offset: u64,
         len: u64,
     ) -> Result<RegionKey, RegisterError> {
-        self.core.regions.map_memfd(owner, fd, offset, len)
+        self.shared.regions.map_memfd(owner, fd, offset, len)
     }
 
     /// Takes `[address, address + len)` of an engine's process.
@@ -127,52 +127,45 @@ impl DataPlane {
         address: u64,
         len: u64,
     ) -> Result<RegionKey, RegisterError> {
-        self.core.regions.map_process(owner, process, address, len)
+        self.shared.regions.map_process(owner, process, address, len)
     }
 
     /// Forgets a region. The jobs that used it were closed before.
     pub fn release(&self, key: RegionKey) {
-        self.core.regions.release(key);
+        self.shared.regions.release(key);
     }
 
     /// The channel to this peer is up; its data port is on `host`.
     pub fn peer_up(&self, peer: &str, host: IpAddr) {
-        let peer = self.core.peer(peer);
+        let peer = self.shared.peer(peer);
         let life = peer.lanes().up(host);
         peer.outbox.begin_life(life);
-        self.core.work(&peer);
+        self.shared.work(&peer);
     }
 
     /// The channel to this peer broke: its lanes are destroyed, and its jobs do not go on.
     pub fn peer_down(&self, peer: &str) {
         // An address that never answered leaves nothing behind.
-        let Some(peer) = self.core.known_peer(peer) else {
+        let Some(peer) = self.shared.known_peer(peer) else {
             return;
         };
         // No life has this number: lanes that are told to end take nothing meanwhile.
         peer.outbox.begin_life(0);
         peer.lanes().down();
-        self.core.bell.ring();
+        self.shared.bell.ring();
     }
 
     /// The peer's data plane said something through the channel.
     pub fn peer_message(&self, peer: &str, message: LaneMessage) {
-        let peer = self.core.peer(peer);
-        self.core.heard(&peer, message);
+        let peer = self.shared.peer(peer);
+        self.shared.heard(&peer, message);
     }
 
     /// Accepts chunks from a peer into our pages, until [`DataPlane::close`]. The job's number is the slot
     /// that the peer must name.
-    pub fn receive(
-        &self,
-        job: JobId,
-        peer: &str,
-        map: ChunkMap,
-        pages: Arc<PageLists>,
-        regions: Arc<[(u16, RegionKey)]>,
-    ) {
-        let peer = self.core.peer(peer);
-        let target = Mutex::new(Target::new(map, pages));
+    pub fn receive(&self, job: JobId, peer: &str, map: ChunkMap, regions: Arc<[(u16, RegionKey)]>) {
+        let peer = self.shared.peer(peer);
+        let target = Mutex::new(Target::new(map));
         self.start_job(job, &regions, |memory| Role::Receive {
             peer,
             target,
@@ -190,7 +183,7 @@ impl DataPlane {
         pages: Arc<PageLists>,
         regions: Arc<[(u16, RegionKey)]>,
     ) {
-        let peer = self.core.peer(peer);
+        let peer = self.shared.peer(peer);
         let source = Mutex::new(Source::new(map, pages));
         self.start_job(job, &regions, |memory| Role::Send {
             peer,
@@ -207,13 +200,10 @@ impl DataPlane {
         map: ChunkMap,
         source_pages: Arc<PageLists>,
         source_regions: Arc<[(u16, RegionKey)]>,
-        pages: Arc<PageLists>,
         regions: Arc<[(u16, RegionKey)]>,
     ) {
-        // The map has the decode side's pages.
-        drop(pages);
         let source = Mutex::new(Source::new(map, source_pages));
-        let source_memory = memory(&self.core, &source_regions);
+        let source_memory = memory(&self.shared, &source_regions);
         let (source_memory, missing) = match source_memory {
             Ok(memory) => (memory, None),
             Err(trouble) => (RankMemory::default(), Some(trouble)),
@@ -231,7 +221,7 @@ impl DataPlane {
     /// More is ready at the source of a send or copy, with longer page lists where they grew. Once
     /// `ready.end` is set the map is cut there.
     pub fn ready(&self, job: JobId, ready: Ready, source_pages: Option<Arc<PageLists>>) {
-        let Some(job) = self.core.jobs.get(job) else {
+        let Some(job) = self.shared.jobs.get(job) else {
             return;
         };
         let Some((join, complete)) = job.source().map(|mut source| {
@@ -245,9 +235,9 @@ impl DataPlane {
                 if join {
                     peer.outbox.join(&job);
                 }
-                self.core.work(peer);
+                self.shared.work(peer);
             }
-            Role::Copy { .. } if join => self.core.jobs.copies.join(&job),
+            Role::Copy { .. } if join => self.shared.jobs.copies.join(&job),
             _ => {}
         }
         if complete {
@@ -257,7 +247,7 @@ impl DataPlane {
 
     /// A receive learns the final end: the map is cut there.
     pub fn end(&self, job: JobId, end: u64) {
-        let Some(job) = self.core.jobs.get(job) else {
+        let Some(job) = self.shared.jobs.get(job) else {
             return;
         };
         let ended = job.target().map(|mut target| target.ends(end));
@@ -273,18 +263,18 @@ impl DataPlane {
 
     /// Stops and fences a job, also one that is complete or failed: answered by [`Event::Closed`], once.
     pub fn close(&self, job: JobId) {
-        if let Some(job) = self.core.jobs.get(job) {
+        if let Some(job) = self.shared.jobs.get(job) {
             job.close();
         }
     }
 
     /// Everything that must return to where it was: (name, count).
     pub fn counts(&self) -> Vec<(String, u64)> {
-        let core = &self.core;
-        let (regions, mapped) = core.regions.count();
+        let shared = &self.shared;
+        let (regions, mapped) = shared.regions.count();
         let mut lanes = [0; 4];
-        let mut waiting = core.jobs.copies.waiting();
-        for peer in core.peers() {
+        let mut waiting = shared.jobs.copies.waiting();
+        for peer in shared.peers() {
             waiting += peer.outbox.jobs().len();
             for (sum, count) in lanes.iter_mut().zip(peer.lanes().count()) {
                 *sum += count;
@@ -294,7 +284,7 @@ impl DataPlane {
         [
             ("regions", regions),
             ("mapped_bytes", mapped),
-            ("jobs", number(core.jobs.count())),
+            ("jobs", number(shared.jobs.count())),
             ("lanes_out", number(lanes[0])),
             ("lanes_in", number(lanes[1])),
             ("lane_grants", number(lanes[2])),
@@ -302,9 +292,9 @@ impl DataPlane {
             ("waiting_jobs", number(waiting)),
             (
                 "unproven_connections",
-                core.unproven.load(std::sync::atomic::Ordering::Relaxed),
+                shared.unproven.load(std::sync::atomic::Ordering::Relaxed),
             ),
-            ("threads", number(core.threads.count())),
+            ("threads", number(shared.threads.count())),
         ]
         .map(|(name, count)| (name.to_owned(), count))
         .into()
@@ -312,7 +302,7 @@ impl DataPlane {
 
     /// Traffic per peer.
     pub fn traffic(&self) -> Vec<PeerTraffic> {
-        let peers = self.core.peers().into_iter().map(|peer| {
+        let peers = self.shared.peers().into_iter().map(|peer| {
             let [out, incoming, ..] = peer.lanes().count();
             let (sent_bytes, received_bytes, resent_chunks, lost_lanes) = peer.traffic.totals();
             PeerTraffic {
@@ -330,7 +320,7 @@ impl DataPlane {
 
     /// Ends all threads and waits for them. Jobs that are open are not reported any more.
     pub fn shutdown(&self) {
-        self.core.shutdown();
+        self.shared.shutdown();
     }
 
     fn start_job(
@@ -339,11 +329,11 @@ impl DataPlane {
         regions: &[(u16, RegionKey)],
         role: impl FnOnce(RankMemory) -> Role,
     ) -> Option<Arc<Job>> {
-        let (memory, missing) = match memory(&self.core, regions) {
+        let (memory, missing) = match memory(&self.shared, regions) {
             Ok(memory) => (memory, None),
             Err(trouble) => (RankMemory::default(), Some(trouble)),
         };
-        let Some(job) = self.core.jobs.add(id, role(memory)) else {
+        let Some(job) = self.shared.jobs.add(id, role(memory)) else {
             tracing::error!(job = id.0, "a job's number was used twice");
             return None;
         };

@@ -228,7 +228,7 @@ impl Regions {
         // Unmapping what was touched takes the kernel up to 200 ms a GiB: neither under the lock nor in the time of
         // the caller, who serves everybody. Where no thread can be had, it is done here.
         if let Some(region) = region.filter(|region| region.len > UNMAPPED_AT_ONCE) {
-            let unmap = std::thread::Builder::new().name("kvf-unmap".to_owned());
+            let unmap = std::thread::Builder::new().name("kvferry-unmap".to_owned());
             drop(unmap.spawn(move || drop(region)));
         }
     }

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use kvferry_handshake::Code;
 
-use crate::core::Core;
 use crate::job::Trouble;
 use crate::peer::Peer;
+use crate::shared::Shared;
 
 /// Wakes the steward.
 #[derive(Debug, Default)]
@@ -58,22 +58,22 @@ impl Bell {
 }
 
 /// The steward's life.
-pub(crate) fn run(core: &Core) {
+pub(crate) fn run(shared: &Shared) {
     let mut next = None;
-    while core.bell.wait(next) {
+    while shared.bell.wait(next) {
         next = None;
-        core.threads.reap();
-        for peer in core.peers() {
+        shared.threads.reap();
+        for peer in shared.peers() {
             let now = Instant::now();
-            let (messages, again) = peer.lanes().tick(now, &core.config);
-            core.tell(&peer, messages);
-            let unreachable = unreachable(core, &peer, now);
+            let (messages, again) = peer.lanes().tick(now, &shared.config);
+            shared.tell(&peer, messages);
+            let unreachable = unreachable(shared, &peer, now);
             if peer.outbox.waiting(1) > 0 {
-                core.work(&peer);
+                shared.work(&peer);
             }
             next = [next, again, unreachable].into_iter().flatten().min();
         }
-        next = [next, core.forget_peers(Instant::now())]
+        next = [next, shared.forget_peers(Instant::now())]
             .into_iter()
             .flatten()
             .min();
@@ -81,9 +81,9 @@ pub(crate) fn run(core: &Core) {
 }
 
 /// Fails the jobs of a peer whose data port could not be reached for long; else tells when that is due.
-fn unreachable(core: &Core, peer: &Peer, now: Instant) -> Option<Instant> {
+fn unreachable(shared: &Shared, peer: &Peer, now: Instant) -> Option<Instant> {
     let (since, why) = peer.lanes().failing.clone()?;
-    let patience = core.config.patience;
+    let patience = shared.config.patience;
     if now < since + patience {
         return Some(since + patience);
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvferry_handshake::{PageLists, Ready};
+use kvferry_handshake::Ready;
 use kvferry_plan::ChunkMap;
 
 use crate::source::View;
@@ -38,21 +38,23 @@ enum Chunk {
 #[derive(Debug)]
 pub(crate) struct Target {
     whole: Arc<View>,
-    /// Where the sender said that the prompt ends, or the broker did.
+    /// Where the sender's chunks say that the prompt ends, or the broker did, if that is not the end of the whole map.
     cut: Option<(u64, Arc<View>)>,
-    end_known: bool,
+    /// The final end, once the broker said it.
+    end: Option<u64>,
     chunks: Vec<Chunk>,
     /// Chunks that hold something and have not landed; exact once the end is known.
     left: usize,
 }
 
 impl Target {
-    pub(crate) fn new(map: ChunkMap, pages: Arc<PageLists>) -> Target {
+    pub(crate) fn new(map: ChunkMap) -> Target {
+        let pages = Arc::clone(map.decode_pages());
         let chunks = usize::try_from(map.chunks()).unwrap_or(0);
         Target {
             whole: Arc::new(View { map, pages }),
             cut: None,
-            end_known: false,
+            end: None,
             chunks: vec![Chunk::Missing; chunks],
             left: chunks,
         }
@@ -66,9 +68,14 @@ impl Target {
         if end > whole {
             return Err(format!("it ends at token {end}, and only {whole} were asked for"));
         }
+        if let Some(last) = self.end
+            && end != last
+        {
+            return Err(contradicts(end, last));
+        }
         match &self.cut {
             Some((cut, view)) if *cut == end => Ok(Arc::clone(view)),
-            Some((cut, _)) => Err(format!("it ends at token {end}, and the prompt ends at {cut}")),
+            Some((cut, _)) => Err(contradicts(end, *cut)),
             None => {
                 let view = Arc::new(View {
                     map: self.whole.map.cut(end),
@@ -106,12 +113,15 @@ impl Target {
         if ours != bytes || bytes == 0 {
             return Arrival::Differs(format!("it has {bytes} bytes, and by our plan {ours}"));
         }
-        if self.end_known
-            && end == self.whole.map.end()
-            && let Some((cut, cut_view)) = &self.cut
-            && !self.same_in_both(chunk, cut_view)
+        // Chunks that came of the whole map before its end was known are still good where the cut one has the same.
+        if let Some(last) = self.end
+            && end != last
+            && !self
+                .cut
+                .as_ref()
+                .is_some_and(|(_, cut)| self.same_in_both(chunk, cut))
         {
-            return Arrival::Differs(format!("it ends at token {end}, and the prompt ends at {cut}"));
+            return Arrival::Differs(contradicts(end, last));
         }
         match self.chunks[at] {
             Chunk::Missing => {
@@ -147,11 +157,15 @@ impl Target {
 
     /// The final end is known. Fails when a chunk that landed is not what it is up to there.
     pub(crate) fn ends(&mut self, end: u64) -> Result<bool, String> {
-        if self.end_known {
-            return Ok(self.is_complete());
-        }
         // The end may lie beyond what was asked for.
         let end = end.min(self.whole.map.end());
+        if let Some(last) = self.end {
+            return if end == last {
+                Ok(self.is_complete())
+            } else {
+                Err(format!("the prompt ends at token {last}, and then at {end}"))
+            };
+        }
         if let Some((cut, _)) = &self.cut
             && *cut != end
         {
@@ -160,7 +174,7 @@ impl Target {
             ));
         }
         let view = self.view_at(end)?;
-        self.end_known = true;
+        self.end = Some(end);
         let is_cut = end != self.whole.map.end();
         let mut left = 0;
         for (chunk, state) in (0u32..).zip(&self.chunks) {
@@ -179,7 +193,7 @@ impl Target {
     }
 
     fn is_complete(&self) -> bool {
-        self.end_known && self.left == 0
+        self.end.is_some() && self.left == 0
     }
 
     fn index(&self, chunk: u32) -> Option<usize> {
@@ -187,13 +201,18 @@ impl Target {
     }
 }
 
+/// What is wrong with a chunk of a map that ends elsewhere.
+fn contradicts(end: u64, prompt: u64) -> String {
+    format!("it ends at token {end}, and the prompt ends at {prompt}")
+}
+
 #[cfg(test)]
 mod tests {
     use super::{Arrival, Target};
-    use crate::testing::{map, pages};
+    use crate::testing::map;
 
     fn target() -> Target {
-        Target::new(map(), pages())
+        Target::new(map())
     }
 
     fn writes(target: &mut Target, chunk: u32, end: u64, bytes: u64) -> bool {
@@ -248,10 +267,20 @@ mod tests {
         );
         assert!(target.ends(6).is_err());
         assert_eq!(target.ends(5), Ok(false));
+        for (end, why) in [(8, "whole"), (4, "shorter"), (6, "longer"), (9, "beyond")] {
+            assert!(
+                differs(&mut target, 1, end, end * 128),
+                "{why}, with another end known"
+            );
+        }
         assert!(
-            differs(&mut target, 1, 8, 8 * 128),
-            "whole, with another end known"
+            writes(&mut target, 1, 5, 5 * 128),
+            "what differed changed nothing"
         );
+
+        let mut cut = self::target();
+        assert!(writes(&mut cut, 0, 5, 5 * 128));
+        assert!(cut.ends(8).is_err(), "a chunk came that was cut shorter");
 
         let mut whole = self::target();
         writes(&mut whole, 0, 8, 8 * 128);
@@ -266,6 +295,45 @@ mod tests {
             whole.ends(5).is_err(),
             "it is arriving whole, with tokens beyond the end: it must not be counted in place of another"
         );
+    }
+
+    #[test]
+    fn once_the_whole_range_is_known_to_be_the_end_a_chunk_cut_shorter_is_refused() {
+        for end in [8, 20] {
+            let mut target = target();
+            assert_eq!(
+                target.ends(end),
+                Ok(false),
+                "beyond what was asked for is all of it"
+            );
+            for shorter in [1, 5, 7] {
+                assert!(differs(&mut target, 0, shorter, shorter * 128), "{shorter}");
+            }
+            for chunk in 0..4 {
+                assert!(writes(&mut target, chunk, 8, 8 * 128));
+                assert_eq!(target.landed(chunk), chunk == 3);
+            }
+        }
+        // Cut shorter as a whole, it must not complete either.
+        let mut target = target();
+        assert_eq!(target.ends(8), Ok(false));
+        for chunk in 0..4 {
+            let _ = target.arrives(chunk, 5, 5 * 128);
+            assert!(!target.landed(chunk));
+        }
+    }
+
+    #[test]
+    fn a_final_end_is_final() {
+        for (first, others) in [(8, [5, 0]), (5, [8, 4]), (0, [8, 1])] {
+            let mut target = target();
+            let complete = target.ends(first);
+            assert_eq!(target.ends(first), complete, "said again");
+            for other in others {
+                assert!(target.ends(other).is_err(), "{first}, then {other}");
+            }
+            assert_eq!(target.ends(first), complete, "nothing has changed");
+        }
     }
 
     #[test]

@@ -132,6 +132,11 @@ impl ChunkMap {
         }
     }
 
+    /// The decode rank's page lists that it was made with.
+    pub fn decode_pages(&self) -> &Arc<PageLists> {
+        &self.fetch.pages
+    }
+
     /// One past the last token.
     pub fn end(&self) -> u64 {
         self.end

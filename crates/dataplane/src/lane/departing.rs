@@ -9,7 +9,7 @@ use crate::copy::fault;
 use crate::job::{Job, Pass, RankMemory, Trouble};
 use crate::lane::LaneEnd;
 use crate::lane::frame::{HEADER_BYTES, Header, TRAILER_BYTES};
-use crate::lane::gather::{Gather, STAGING_BYTES};
+use crate::lane::gather::{Gather, STAGING_BYTES, wide};
 use crate::lane::sender::Sender;
 use crate::line::Taken;
 use crate::memory::Span;
@@ -20,13 +20,22 @@ use crate::region::Piece;
 pub(super) struct Departing<'b> {
     number: u32,
     job: &'b Job,
-    /// Payload bytes that are not in the window yet.
-    left: u64,
+    lacks: Lacks,
     checksum: Option<u32>,
     pass: Option<Pass<'b>>,
     moves: u64,
     bounced: u64,
+    /// Ranges of a process that are queued to be read.
     remote: Vec<Remote>,
+}
+
+/// Payload bytes that a frame lacks.
+#[derive(Debug)]
+struct Lacks {
+    /// Not in the window yet.
+    bytes: u64,
+    /// Of these, what ranges that are queued will bring.
+    queued: u64,
 }
 
 impl<'b> Departing<'b> {
@@ -54,7 +63,7 @@ impl<'b> Departing<'b> {
         Ok(Departing {
             number,
             job: &taken.job,
-            left: bytes,
+            lacks: Lacks { bytes, queued: 0 },
             checksum: lane.config.checksum.then(|| crc32c::crc32c(&header)),
             pass: None,
             moves: 0,
@@ -80,7 +89,7 @@ impl<'b> Departing<'b> {
         let view = &taken.view;
         let mut process: Option<&'b EngineProcess> = None;
         for extent in in_batches(view.map.extents(taken.chunk, Side::Prefill, &view.pages)) {
-            if extent.len > self.left {
+            if !self.lacks.has_room(extent.len) {
                 self.fail(
                     window,
                     Trouble {
@@ -105,8 +114,8 @@ impl<'b> Departing<'b> {
                     }
                     process = Some(of);
                     self.remote.push(remote);
-                    let queued: usize = self.remote.iter().map(|range| range.len).sum();
-                    if self.remote.len() >= MAX_RANGES || queued >= STAGING_BYTES {
+                    self.lacks.queue(remote.len);
+                    if self.remote.len() >= MAX_RANGES || self.lacks.queued >= wide(STAGING_BYTES) {
                         self.remote_pages(lane, window, process)?;
                     }
                 }
@@ -114,7 +123,7 @@ impl<'b> Departing<'b> {
         }
         self.remote_pages(lane, window, process)?;
         self.pass = None;
-        if self.left > 0 && !window.is_void(self.number) {
+        if self.lacks.bytes > 0 && !window.is_void(self.number) {
             self.fail(
                 window,
                 Trouble {
@@ -157,7 +166,7 @@ impl<'b> Departing<'b> {
                 lane.drain(window)?;
             }
             span = span.split(taken).1;
-            self.left -= u64::try_from(taken).unwrap_or(0);
+            self.lacks.bytes -= wide(taken);
         }
         Ok(())
     }
@@ -173,6 +182,7 @@ impl<'b> Departing<'b> {
             return Ok(());
         };
         let mut ranges = std::mem::take(&mut self.remote);
+        self.lacks.queued = 0;
         let mut rest = ranges.as_mut_slice();
         while !rest.is_empty() && self.inside(window) {
             let (count, bytes) = fitting(rest, window.room());
@@ -197,9 +207,8 @@ impl<'b> Departing<'b> {
                     break;
                 }
             }
-            let bytes = u64::try_from(bytes).unwrap_or(0);
-            self.left -= bytes;
-            self.bounced += bytes;
+            self.lacks.bytes -= wide(bytes);
+            self.bounced += wide(bytes);
             if remainder.len > 0 {
                 rest[count - 1] = remainder;
                 rest = &mut rest[count - 1..];
@@ -218,18 +227,30 @@ impl<'b> Departing<'b> {
         lane: &mut Sender<'_>,
         window: &mut Gather<'b>,
     ) -> Result<(u64, u64), LaneEnd> {
-        while self.left > 0 {
-            let taken = window.take_zeros(self.left);
+        while self.lacks.bytes > 0 {
+            let taken = window.take_zeros(self.lacks.bytes);
             if taken == 0 {
                 lane.drain(window)?;
             }
-            self.left -= u64::try_from(taken).unwrap_or(0);
+            self.lacks.bytes -= wide(taken);
         }
         if window.room() < TRAILER_BYTES {
             lane.drain(window)?;
         }
         window.end(self.number, self.checksum.unwrap_or(0));
         Ok((self.moves, self.bounced))
+    }
+}
+
+impl Lacks {
+    /// Whether so many bytes more are still of the chunk.
+    fn has_room(&self, bytes: u64) -> bool {
+        bytes <= self.bytes.saturating_sub(self.queued)
+    }
+
+    /// A range of so many bytes is queued.
+    fn queue(&mut self, bytes: usize) {
+        self.queued += wide(bytes);
     }
 }
 
@@ -245,4 +266,20 @@ fn fitting(ranges: &[Remote], room: usize) -> (usize, usize) {
         count += 1;
     }
     (count, bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Lacks;
+
+    #[test]
+    fn what_is_queued_takes_room_before_it_is_read() {
+        let mut lacks = Lacks {
+            bytes: 100,
+            queued: 0,
+        };
+        assert!(lacks.has_room(100) && !lacks.has_room(101));
+        lacks.queue(60);
+        assert!(lacks.has_room(40) && !lacks.has_room(41));
+    }
 }

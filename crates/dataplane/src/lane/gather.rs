@@ -1,20 +1,20 @@
 //! What a lane's sending end hands to the kernel next: pieces of mapped pages and of a staging buffer.
 //!
-//! Pages go out straight from where they are. Short pieces are collected in the staging buffer first, since a
-//! piece costs the kernel more than copying it; so do headers and trailers.
+//! Pages go out straight from where they are. Short pieces are collected in the staging buffer first, and so are headers and
+//! trailers.
 #![allow(unsafe_code)]
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use crate::job::{Job, Pass};
+use crate::lane::DIRECT_BYTES;
 use crate::lane::frame::{TRAILER_BYTES, Trailer};
 use crate::memory::Span;
+use crate::process::MAX_RANGES;
 
-/// Pieces at least so long go straight from the pages.
-const DIRECT_BYTES: usize = 2048;
-/// Most pieces of one system call (IOV_MAX).
-const MAX_PIECES: usize = 1024;
+/// Most pieces of one system call.
+const MAX_PIECES: usize = MAX_RANGES;
 /// Longest single piece, so that zeros can stand in for any.
 const PIECE_BYTES: usize = 1 << 20;
 /// Size of the staging buffer; it stays in the second-level cache.
@@ -37,7 +37,12 @@ pub(crate) struct Gather<'b> {
     staged: usize,
     /// First piece that is not sent.
     next: usize,
+    /// Bytes taken up so far, and how many of them were sent.
+    taken: u64,
+    sent: u64,
     frames: Vec<Frame<'b>>,
+    /// Frames before this one were sent whole.
+    gone: usize,
     /// Frames before this one have nothing to send from their pages any more.
     first_frame: usize,
     /// Whether pieces may be sent straight from the pages.
@@ -53,6 +58,8 @@ struct Frame<'b> {
     direct: usize,
     /// Where its trailer is in the staging buffer.
     trailer: Option<usize>,
+    /// How many bytes will have been sent once it is sent whole; known when it has its trailer.
+    end: Option<u64>,
 }
 
 /// The owner of pieces that are in the staging buffer or zeros.
@@ -79,7 +86,10 @@ impl<'b> Gather<'b> {
             buffers,
             staged: 0,
             next: 0,
+            taken: 0,
+            sent: 0,
             frames: Vec::new(),
+            gone: 0,
             first_frame: 0,
             direct,
         }
@@ -92,6 +102,7 @@ impl<'b> Gather<'b> {
             void: false,
             direct: 0,
             trailer: None,
+            end: None,
         });
         u32::try_from(self.frames.len() - 1).unwrap_or(NOBODY)
     }
@@ -191,6 +202,15 @@ impl<'b> Gather<'b> {
             _ => Trailer::Void,
         };
         self.put(&trailer.encode());
+        let end = self.taken;
+        if let Some(frame) = self.frame_mut(frame) {
+            frame.end = Some(end);
+        }
+    }
+
+    /// How many frames were sent whole. They go in their order.
+    pub(crate) fn gone(&self) -> usize {
+        self.gone
     }
 
     /// Makes a frame void: what of it is not sent becomes zeros.
@@ -256,6 +276,11 @@ impl<'b> Gather<'b> {
 
     /// So many bytes were sent.
     pub(crate) fn advance(&mut self, mut sent: usize) {
+        self.sent += wide(sent);
+        let is_gone = |frame: &Frame<'_>| frame.end.is_some_and(|end| end <= self.sent);
+        while self.frames.get(self.gone).is_some_and(is_gone) {
+            self.gone += 1;
+        }
         while sent > 0 {
             let piece = &mut self.buffers.pieces[self.next];
             if sent < piece.iov_len {
@@ -295,7 +320,10 @@ impl<'b> Gather<'b> {
         self.staged += len;
         let extends = self.buffers.owners.last() == Some(&NOBODY) && self.last_piece_ends_at(at);
         match self.buffers.pieces.last_mut() {
-            Some(piece) if extends && self.next < self.buffers.owners.len() => piece.iov_len += len,
+            Some(piece) if extends && self.next < self.buffers.owners.len() => {
+                piece.iov_len += len;
+                self.taken += wide(len);
+            }
             _ => {
                 let base = self.buffers.staging.as_mut_ptr().wrapping_add(at);
                 self.push(base, len, NOBODY);
@@ -317,5 +345,11 @@ impl<'b> Gather<'b> {
             iov_len: len,
         });
         self.buffers.owners.push(owner);
+        self.taken += wide(len);
     }
+}
+
+/// A length as the stream counts.
+pub(super) fn wide(len: usize) -> u64 {
+    u64::try_from(len).unwrap_or(u64::MAX)
 }

@@ -12,14 +12,11 @@ use crate::job::{Job, Pass, RankMemory, Trouble};
 use crate::lane::frame::Header;
 use crate::lane::receiver::Receiver;
 use crate::lane::scatter::{Pieces, Scatter};
-use crate::lane::{LaneEnd, would_block};
+use crate::lane::{DIRECT_BYTES, LaneEnd, would_block};
 use crate::memory::Span;
 use crate::process::{EngineProcess, MAX_RANGES, Remote};
 use crate::region::Piece;
 use crate::source::View;
-
-/// Pieces at least so long are received straight into the pages; shorter ones through the inbox.
-const DIRECT_BYTES: usize = 2048;
 
 /// Why a payload does not go on landing.
 pub(super) enum Halt {

@@ -14,6 +14,10 @@ pub(crate) use link::Link;
 
 use std::io;
 
+/// Pieces at least so long go straight between the socket and the pages. Shorter ones are collected in a buffer first, since
+/// a piece costs the kernel more than copying it.
+const DIRECT_BYTES: usize = 2048;
+
 /// Why a lane's life ended.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LaneEnd {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_handshake::Code;
 
-use crate::job::{Job, Role, Trouble};
+use crate::job::{Job, MAX_DAMAGED, Role, Trouble};
 use crate::jobs::Jobs;
 use crate::lane::frame::{
     ACK_BYTES, Ack, HEADER_BYTES, HELLO, Header, MAX_PAYLOAD, TRAILER_BYTES, Trailer, Verdict,
@@ -21,8 +21,6 @@ use crate::{Config, JobId};
 
 /// Acknowledgements that may wait for the sender to take them before nothing more is read.
 const MAX_ACK_BYTES: usize = 4096 * ACK_BYTES;
-/// A transfer fails when so many of its chunks came damaged.
-const MAX_DAMAGED: u32 = 3;
 
 /// What a receiving end needs to begin.
 #[derive(Debug)]

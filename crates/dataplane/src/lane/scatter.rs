@@ -6,9 +6,10 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use crate::job::Pass;
 use crate::memory::Span;
+use crate::process::MAX_RANGES;
 
-/// Most pieces of one system call: IOV_MAX less one for the inbox.
-const MAX_PIECES: usize = 1023;
+/// Most pieces of one system call, less one for the inbox.
+const MAX_PIECES: usize = MAX_RANGES - 1;
 /// How far a read into pages may run into what follows them: enough for the trailer, the next header and some small
 /// chunks; what of it is payload is copied once more.
 pub(crate) const AHEAD_BYTES: usize = 16 << 10;

@@ -74,8 +74,10 @@ pub(super) struct Sender<'l> {
     told: Instant,
     /// Bytes that our kernel held when last looked, because the peer's had not taken them.
     unsent: usize,
-    /// Whose pages are held by the batch that is being sent.
+    /// Whose pages are held by the batch that is being sent: the job of each of its chunks.
     holding: Vec<Arc<Job>>,
+    /// Chunks at the end of what is unacknowledged whose frames were not handed on whole, to the kernel or to TLS.
+    departing: usize,
     /// Since when one of them is known to be closed.
     held: Option<Instant>,
 }
@@ -98,6 +100,7 @@ pub(crate) fn run(config: &Config, start: &Start, left: &mut Left) -> LaneEnd {
         told: Instant::now(),
         unsent: 0,
         holding: Vec::new(),
+        departing: 0,
         held: None,
     };
     match sender.serve() {
@@ -260,6 +263,7 @@ impl Sender<'_> {
         self.holding.clear();
         self.holding
             .extend(batch.iter().map(|taken| Arc::clone(&taken.job)));
+        self.departing = batch.len();
         let sent = self.send_frames(batch, buffers);
         self.holding.clear();
         sent
@@ -283,7 +287,7 @@ impl Sender<'_> {
             let mut frame = Departing::begin(self, &mut window, taken, *slot)?;
             frame.pages(self, &mut window, taken, memory.as_deref())?;
             let counted = frame.end(self, &mut window)?;
-            // Acknowledgements come in the order of frames, so those of this batch are the last ones.
+            // Acknowledgements come in the order of frames, and none is taken for a frame that has not left.
             let at = self.left.unacked.len() - unsent;
             self.left.unacked[at].moves = counted.0;
             self.left.unacked[at].bounced = counted.1;
@@ -297,6 +301,7 @@ impl Sender<'_> {
         while !window.is_empty() {
             match self.link.send_window(window) {
                 Ok(_) => {
+                    self.departing = self.holding.len().saturating_sub(window.gone());
                     self.start.peer.traffic.called();
                     self.moves();
                 }
@@ -343,8 +348,10 @@ impl Sender<'_> {
     }
 
     fn take_ack(&mut self, ack: &Ack) -> Result<(), LaneEnd> {
-        let unacked = self.left.unacked.pop_front();
-        let unacked = unacked.ok_or(LaneEnd::Violation("an acknowledgement of nothing"))?;
+        let is_sent = self.left.unacked.len() > self.departing;
+        let Some(unacked) = is_sent.then(|| self.left.unacked.pop_front()).flatten() else {
+            return Err(LaneEnd::Violation("an acknowledgement of what was not sent"));
+        };
         let Taken { job, chunk, .. } = &unacked.taken;
         let named = match &job.role {
             Role::Send { slot, .. } => *slot == ack.slot && *chunk == ack.chunk,

@@ -1,5 +1,7 @@
 //! Jobs, regions and data planes come and go, and leave nothing.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -143,8 +145,16 @@ fn a_plan_that_runs_over_its_region_fails_by_name_and_writes_nothing_outside() {
     for (source_short, target_short) in [(true, false), (false, true)] {
         let mut flow = Flow::new(&pair.a, &pair.b, LARGE, 1);
         let mut local = Flow::new(&pair.a, &pair.a, LARGE, 2);
-        let short = |plane: &DataPlane| -> Arc<[(u16, RegionKey)]> {
-            Arc::new([(0, plane.map_memfd(77, pair::sealed(8192), 4096, 4096).unwrap())])
+        let flows =
+            [&flow, &local].map(|flow| [&flow.prefill, &flow.decode].map(|engine| engine.ranks[0].bytes()));
+        // The region is the second half of a memfd.
+        let mut memfds = Vec::new();
+        let mut short = |plane: &DataPlane| -> Arc<[(u16, RegionKey)]> {
+            let memfd = File::from(pair::sealed(8192));
+            memfd.write_all_at(&[0xa5; 8192], 0).unwrap();
+            let fd = memfd.try_clone().unwrap().into();
+            memfds.push(memfd);
+            Arc::new([(0, plane.map_memfd(77, fd, 4096, 4096).unwrap())])
         };
         if source_short {
             (flow.source, local.source) = (short(&pair.a.plane), short(&pair.a.plane));
@@ -165,6 +175,20 @@ fn a_plan_that_runs_over_its_region_fails_by_name_and_writes_nothing_outside() {
             assert_eq!(seen.failed.unwrap().0, Code::RegionOutOfBounds);
         }
         close(&pair, send, receive);
+        pair.a.plane.close(copy);
+        pair.a.log.closed(copy);
+        for memfd in memfds {
+            let mut outside = [0; 4096];
+            memfd.read_exact_at(&mut outside, 0).unwrap();
+            assert!(outside == [0xa5; 4096], "written before the region");
+        }
+        for (flow, [prefill, decode]) in [&flow, &local].into_iter().zip(flows) {
+            assert!(flow.prefill.ranks[0].bytes() == prefill);
+            if target_short {
+                assert!(flow.decode.ranks[0].bytes() == decode, "it is no target");
+            }
+            flow.check_outside(&decode);
+        }
     }
 }
 

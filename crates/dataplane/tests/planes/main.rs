@@ -9,6 +9,7 @@ mod let_go;
 mod lifecycle;
 mod pair;
 mod processes;
+mod receivers;
 mod registration;
 mod slow;
 mod tls;

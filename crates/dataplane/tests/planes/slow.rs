@@ -1,11 +1,11 @@
 //! Links that are slow, or shared by many: what moves is said to be alive, and nothing else is.
 
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvferry_dataplane::Config;
 
-use crate::pair::{Faults, Flow, LARGE, Pair, Proxy, Spell, close, config};
+use crate::pair::{Faults, Flow, LARGE, LIMIT, Pair, Proxy, Spell, close, config};
 
 /// Everything goes through one lane, which a proxy does something to.
 fn one_lane(spell: Spell) -> (Pair, Proxy) {
@@ -68,8 +68,10 @@ fn nothing_is_alive_where_nothing_moves() {
         jobs.iter().map(of).collect()
     };
     // Until what the kernels hold has moved.
+    let deadline = Instant::now() + LIMIT;
     let mut before = vec![u32::MAX];
     while before != alive() {
+        assert!(Instant::now() < deadline, "alive for ever: {before:?}");
         before = alive();
         std::thread::sleep(Duration::from_millis(700));
     }

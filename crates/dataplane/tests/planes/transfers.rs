@@ -138,13 +138,9 @@ fn over_tcp(pair: &Pair, seed: u64) {
     for ((source, target), map) in &case.maps {
         let (send, receive) = (next_job(), next_job());
         jobs.push((send, receive, *source, *target));
-        pair.b.plane.receive(
-            receive,
-            "a",
-            map.clone(),
-            Arc::clone(&case.decode.ranks[*target as usize].pages),
-            Arc::clone(&targets[*target as usize]),
-        );
+        pair.b
+            .plane
+            .receive(receive, "a", map.clone(), Arc::clone(&targets[*target as usize]));
         pair.a.plane.send(
             send,
             "b",
@@ -199,7 +195,6 @@ fn within_node(pair: &Pair, seed: u64) {
             map.clone(),
             Arc::clone(&case.prefill.ranks[*source as usize].pages),
             Arc::clone(&sources[*source as usize]),
-            Arc::clone(&case.decode.ranks[*target as usize].pages),
             Arc::clone(&targets[*target as usize]),
         );
     }

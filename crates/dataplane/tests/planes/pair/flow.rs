@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvferry_dataplane::{JobId, RegionKey};
 use kvferry_handshake::{Allocation, Launch, ModelShape, Ready, TokenRange};
-use kvferry_plan::ChunkMap;
+use kvferry_plan::{ChunkMap, Side};
 
 use super::{Engine, Node, Pair, engine::Bytes, expected, next_job, transfers};
 
@@ -75,9 +75,8 @@ impl Flow {
 
     pub(crate) fn receive(&self, node: &Node, from: &str) -> JobId {
         let job = next_job();
-        let pages = Arc::clone(&self.decode.ranks[0].pages);
         node.plane
-            .receive(job, from, self.map.clone(), pages, Arc::clone(&self.target));
+            .receive(job, from, self.map.clone(), Arc::clone(&self.target));
         job
     }
 
@@ -96,7 +95,6 @@ impl Flow {
             self.map.clone(),
             Arc::clone(&self.prefill.ranks[0].pages),
             Arc::clone(&self.source),
-            Arc::clone(&self.decode.ranks[0].pages),
             Arc::clone(&self.target),
         );
         job
@@ -115,14 +113,32 @@ impl Flow {
         (send, receive)
     }
 
-    /// Carries everything from `a` to `b`, and checks it.
+    /// Carries everything from `a` to `b`, and checks it: each byte is there, and was counted once on either side.
     pub(crate) fn carry(&self, pair: &Pair) {
         let before = self.decode.ranks[0].bytes();
         let (send, receive) = self.start(pair);
         pair.a.log.complete(send);
         pair.b.log.complete(receive);
         close(pair, send, receive);
+        for (node, job) in [(&pair.a, send), (&pair.b, receive)] {
+            let tally = node.log.seen(job).closed[0];
+            assert_eq!(tally.bytes, self.map.total_bytes(), "{tally:?}");
+        }
         self.check(&before);
+    }
+
+    /// Checks that nothing but the plan's pages of the decode side was written.
+    pub(crate) fn check_outside(&self, before: &Bytes) {
+        let mut due = self.decode.ranks[0].bytes();
+        for chunk in 0..self.map.chunks() {
+            let pages = &self.decode.ranks[0].pages;
+            for extent in self.map.extents(chunk, Side::Decode, pages) {
+                let range = extent.offset as usize..(extent.offset + extent.len) as usize;
+                let planned = before[&extent.region][range.clone()].to_vec();
+                due.get_mut(&extent.region).unwrap()[range].copy_from_slice(&planned);
+            }
+        }
+        assert!(due == *before, "written outside of the plan's pages");
     }
 
     pub(crate) fn check(&self, before: &Bytes) {

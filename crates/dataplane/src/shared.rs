@@ -20,7 +20,7 @@ use crate::{Config, Event, LaneMessage, Token};
 
 /// What all threads share.
 #[derive(Debug)]
-pub(crate) struct Core {
+pub(crate) struct Shared {
     pub(crate) config: Config,
     pub(crate) address: SocketAddr,
     pub(crate) regions: Regions,
@@ -33,11 +33,11 @@ pub(crate) struct Core {
     last: AtomicU64,
 }
 
-impl Core {
-    pub(crate) fn new(config: Config, address: SocketAddr, jobs: Arc<Jobs>, listener: Wake) -> Core {
+impl Shared {
+    pub(crate) fn new(config: Config, address: SocketAddr, jobs: Arc<Jobs>, listener: Wake) -> Shared {
         // Asks and epochs grow over restarts too, as far as the clock does.
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Core {
+        Shared {
             config,
             address,
             regions: Regions::default(),
@@ -201,11 +201,11 @@ impl Core {
             token,
             wake,
         };
-        let core = Arc::clone(self);
+        let shared = Arc::clone(self);
         let spawned = self.threads.spawn("kvferry-send", move || {
-            core.sender_life(lane, &start);
-            core.threads.ending();
-            core.bell.ring();
+            shared.sender_life(lane, &start);
+            shared.threads.ending();
+            shared.bell.ring();
         });
         if let Err(error) = spawned {
             tracing::warn!(peer = %peer.name, %error, "no thread for a lane");
@@ -273,15 +273,15 @@ impl Core {
             tracing::debug!("a connection to the data port showed no token that is good");
             return;
         };
-        let core = Arc::clone(self);
+        let shared = Arc::clone(self);
         let start = receiver::Start {
             peer: Arc::clone(&peer),
             wake,
         };
         let spawned = self.threads.spawn("kvferry-receive", move || {
-            core.receiver_life(lane, epoch, &start, socket);
-            core.threads.ending();
-            core.bell.ring();
+            shared.receiver_life(lane, epoch, &start, socket);
+            shared.threads.ending();
+            shared.bell.ring();
         });
         if let Err(error) = spawned {
             tracing::warn!(peer = %peer.name, %error, "no thread for a lane");
