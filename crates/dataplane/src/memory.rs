@@ -188,13 +188,13 @@ impl<'m> Span<'m> {
         }
     }
 
-    /// Copies as much as both hold from `source` to here; they do not overlap, or only exactly: regions that share
-    /// bytes are refused, and no move has its source among the destinations.
+    /// Copies as much as both hold from `source` to here. Where two engines registered one memfd, or parts of it, the two may
+    /// share bytes: then what arrives is of no use to either engine, and harms nobody else.
     pub(crate) fn copy_from(self, source: Span<'_>) {
         let len = self.len.min(source.len);
-        // SAFETY: both spans lie in mappings that outlive them. `ptr::copy` bears any overlap, which two mappings of one memfd
-        // could have. That the engine's process may write at the same time is memory shared between processes: the
-        // bytes copied are then undefined in value, and nothing depends on them.
+        // SAFETY: both spans lie in mappings that outlive them, and `ptr::copy` bears any overlap within one mapping. That the
+        // bytes change meanwhile, by the engine's process or because another mapping of the same memfd is written, is
+        // memory shared between processes: what is copied is then undefined in value, and nothing depends on it.
         unsafe { std::ptr::copy(source.base.as_ptr(), self.base.as_ptr(), len) };
     }
 

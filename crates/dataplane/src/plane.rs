@@ -4,6 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::Mutex;
+use std::time::Duration;
 
 use kvferry_handshake::{Code, PageLists, Ready};
 use kvferry_plan::ChunkMap;
@@ -18,6 +19,9 @@ use crate::{
     Config, EngineProcess, Event, JobId, LaneMessage, PeerTraffic, RegionKey, RegisterError, StartError,
     listener, steward,
 };
+
+/// Threads end within milliseconds, or wait for the memory of an engine's process.
+const LAST_WORD: Duration = Duration::from_secs(10);
 
 /// The data plane. A cheap handle: the threads end when the last clone is dropped, or at
 /// [`DataPlane::shutdown`]. No other call blocks.
@@ -46,7 +50,7 @@ impl Shared {
         for peer in self.peers() {
             peer.lanes().down();
         }
-        self.threads.join_all();
+        self.threads.join_all(LAST_WORD);
         self.jobs.clear();
     }
 }

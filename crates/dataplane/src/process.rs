@@ -4,6 +4,7 @@
 use std::io;
 use std::mem::size_of;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
 
 use rustix::event::{PollFd, PollFlags};
 
@@ -71,10 +72,14 @@ impl EngineProcess {
         })?;
         let pidfd = match credentials.pid {
             0 => None,
-            pid => Some(pidfd(fd, pid).map_err(|source| ProcessError {
-                what: "pidfd",
-                source,
-            })?),
+            pid => {
+                let peer = option::<libc::c_int>(fd, libc::SO_PEERPIDFD).and_then(owned);
+                let pidfd = peer.or_else(|error| opened(&error, pid, credentials.uid));
+                Some(pidfd.map_err(|source| ProcessError {
+                    what: "pidfd",
+                    source,
+                })?)
+            }
         };
         Ok(EngineProcess {
             pid: credentials.pid,
@@ -83,12 +88,12 @@ impl EngineProcess {
         })
     }
 
-    /// One in a PID namespace that we cannot see.
+    /// One that cannot be had in a test.
     #[cfg(test)]
-    pub(crate) fn unseen() -> EngineProcess {
+    pub(crate) fn stated(pid: i32, uid: u32) -> EngineProcess {
         EngineProcess {
-            pid: 0,
-            uid: 0,
+            pid,
+            uid,
             pidfd: None,
         }
     }
@@ -180,8 +185,10 @@ impl EngineProcess {
         let (Ok(owns), Ok(engines)) = (owns, engines) else {
             return Err(io::ErrorKind::InvalidInput.into());
         };
-        // A pid is its process's own until the process is reaped, and the pidfd says when it ended: right
-        // before, so that no other process is written to, and after a read, so that nothing of another is believed.
+        // A pid is its process's own until the process is reaped, and the pidfd says when it ended: looked at after a
+        // read, so that nothing of another process is believed, and right before a write. Should the process end and its
+        // pid be given away between that look and the call, another process is written to, of those that the kernel lets
+        // us write to: there is no call that takes a pidfd.
         if !self.is_alive() {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
@@ -208,20 +215,35 @@ impl EngineProcess {
     }
 }
 
-/// A pidfd of the process that connected: the socket's own where the kernel has it (Linux 6.5), else one
-/// opened by pid. For the latter the process could have ended and its pid been given away since it connected;
-/// then the socket is closed too, and its session with it.
-fn pidfd(socket: libc::c_int, pid: i32) -> io::Result<OwnedFd> {
-    let raw = match option::<libc::c_int>(socket, libc::SO_PEERPIDFD) {
-        Ok(raw) => libc::c_long::from(raw),
-        // SAFETY: pidfd_open takes a pid and flags, and no memory.
-        Err(_) => unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) },
-    };
-    match libc::c_int::try_from(raw) {
-        // SAFETY: the kernel made this fd for us just now, and nobody else has it.
-        Ok(raw) if raw >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(raw) }),
-        _ => Err(io::Error::last_os_error()),
+/// A pidfd by pid, for kernels whose sockets have none of their own (before Linux 6.5); `error` is what asking the socket
+/// gave. Any other error is final: the kernel also fails when the process that connected has ended and been reaped, while
+/// the socket lives on in whoever it was handed to, and by then the pid may be another's.
+///
+/// On those kernels a pid that was given away between connecting and here shows only by its user; what is reached
+/// then belongs to the same user.
+fn opened(error: &io::Error, pid: i32, uid: u32) -> io::Result<OwnedFd> {
+    if error.raw_os_error() != Some(libc::ENOPROTOOPT) {
+        return Err(io::Error::new(error.kind(), error.to_string()));
     }
+    // SAFETY: pidfd_open takes a pid and flags, and no memory.
+    let raw = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    let raw = libc::c_int::try_from(raw).map_err(|_| io::ErrorKind::InvalidData)?;
+    let pidfd = owned(raw)?;
+    // What has the pid from here on is what the pidfd names, or nothing.
+    let owner = std::fs::metadata(format!("/proc/{pid}"))?.uid();
+    if owner != uid {
+        return Err(io::Error::from_raw_os_error(libc::ESRCH));
+    }
+    Ok(pidfd)
+}
+
+/// An fd as the kernel gives it: -1 with `errno`, or new.
+fn owned(raw: libc::c_int) -> io::Result<OwnedFd> {
+    if raw < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel made this fd for us just now, and nobody else has it.
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
 /// A socket option that is plain data.
@@ -270,6 +292,7 @@ mod tests {
     use super::{EngineProcess, Remote, Way};
     use crate::memory::Mapping;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use std::io;
     use std::os::unix::net::UnixStream;
 
     fn ourselves() -> EngineProcess {
@@ -327,6 +350,24 @@ mod tests {
         assert_eq!(part.raw_os_error(), Some(libc::EFAULT));
     }
 
+    /// What a kernel says whose sockets have no pidfd.
+    fn unknown_option() -> io::Error {
+        io::Error::from_raw_os_error(libc::ENOPROTOOPT)
+    }
+
+    #[test]
+    fn a_pid_is_believed_only_where_sockets_have_no_pidfd() {
+        let (process, own) = (ourselves(), std::process::id().cast_signed());
+        super::opened(&unknown_option(), own, process.uid()).unwrap();
+        // What it says of a process that was reaped; the pid is somebody's all the same.
+        for errno in [libc::ESRCH, libc::EINVAL, libc::ENODATA] {
+            let error = io::Error::from_raw_os_error(errno);
+            super::opened(&error, own, process.uid()).unwrap_err();
+        }
+        // Whoever has the pid now is another user.
+        super::opened(&unknown_option(), own, process.uid() + 1).unwrap_err();
+    }
+
     #[test]
     fn a_process_that_ended_is_not_touched() {
         let (ours, theirs) = UnixStream::pair().unwrap();
@@ -335,7 +376,7 @@ mod tests {
         // A child that has ended and been reaped, under the pid of one that is alive.
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
-        process.pidfd = Some(super::pidfd(-1, pid).unwrap());
+        process.pidfd = Some(super::opened(&unknown_option(), pid, process.uid()).unwrap());
         child.wait().unwrap();
         assert!(!process.is_alive());
         let source = [1u8; 8];

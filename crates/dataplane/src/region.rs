@@ -92,6 +92,17 @@ impl RegisterError {
 }
 
 impl Region {
+    #[cfg(test)]
+    pub(crate) fn of_nothing() -> Region {
+        let process = Arc::new(EngineProcess::stated(0, 0));
+        let memory = Memory::Process { process, address: 0 };
+        Region {
+            owner: 0,
+            len: 0,
+            memory,
+        }
+    }
+
     /// Bytes `[offset, offset + len)`, if they are inside.
     pub(crate) fn piece(&self, offset: u64, len: u64) -> Option<Piece<'_>> {
         match &self.memory {

@@ -262,14 +262,17 @@ codes! {
         fix: "Create the memfd with MFD_ALLOW_SEALING, size it, then add F_SEAL_SHRINK and F_SEAL_GROW only.",
     }
     RegionKind = "region_kind", Attach, No {
-        means: "The fd handed over is not a memfd, or the wrong number of fds came.",
-        trigger: "A file, socket or pipe in place of a memfd; none or several fds.",
-        fix: "Hand over exactly one memfd.",
+        means: "The fd handed over is not a memfd, the wrong number of fds came, or the process's memory is a file's.",
+        trigger: "A file, socket or pipe in place of a memfd; none or several fds; addresses where the process has mapped a \
+                  file.",
+        fix: "Hand over exactly one memfd, or anonymous or shared memory of the process.",
     }
     RegionUnreachable = "region_unreachable", Attach, No {
         means: "The daemon cannot reach the engine's memory by any path.",
-        trigger: "Another PID namespace, or process_vm_readv refused (ptrace scope, another user).",
-        fix: "Hand over a memfd, share the PID namespace, or run daemon and engine as one user with ptrace allowed.",
+        trigger: "Memory of a process in another PID namespace, of another user than the daemon's, or that the kernel lets \
+                  nobody else read (kernel.yama.ptrace_scope, prctl PR_SET_DUMPABLE).",
+        fix: "Hand over a memfd. Or share the PID namespace, run daemon and engine as one user, and name the daemon with \
+              PR_SET_PTRACER where kernel.yama.ptrace_scope is 1, which kvferry's own client does.",
     }
     PeerCredentials = "peer_credentials", Attach, No {
         means: "The user of the connecting process is not allowed.",

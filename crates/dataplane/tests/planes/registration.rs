@@ -1,6 +1,7 @@
 //! What memory is refused, by which code, and with what to do.
 
 use std::fs::File;
+use std::io::Read as _;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -183,20 +184,81 @@ fn memory_of_a_process_is_probed() {
 }
 
 #[test]
+fn a_file_that_a_process_has_mapped_is_no_memory() {
+    let plane = plane();
+    let (ours, _theirs) = UnixStream::pair().unwrap();
+    let process = Arc::new(EngineProcess::of(&ours).unwrap());
+    let map = |mapped: &memmap2::MmapMut| {
+        let (address, len) = (mapped.as_ptr().addr() as u64, mapped.len() as u64);
+        plane.map_process(1, Arc::clone(&process), address, len)
+    };
+    let file = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.set_len(4 * PAGE).unwrap();
+    // SAFETY: nobody else has these files, and nothing reads the mappings.
+    let (shared, private, memfd) = unsafe {
+        let options = memmap2::MmapOptions::new();
+        (
+            options.map_mut(&file).unwrap(),
+            options.map_copy(&file).unwrap(),
+            options.map_mut(&sealed(4 * PAGE)).unwrap(),
+        )
+    };
+    refused(map(&shared), Code::RegionKind, &["file", "memfd"]);
+    refused(map(&private), Code::RegionKind, &["file", "memfd"]);
+    map(&memfd).unwrap();
+    map(&memmap2::MmapMut::map_anon(4 * PAGE as usize).unwrap()).unwrap();
+    assert_eq!(pair::count(&plane.counts(), "regions"), 2);
+}
+
+/// Where a child of these tests is to connect. Such a child is this program again, with one test.
+const CONNECT_TO: &str = "KVFERRY_TEST_CONNECT_TO";
+/// Set: the child hands its socket on to one of its own, and ends.
+const HAND_ON: &str = "KVFERRY_TEST_HAND_ON";
+
+/// No test: what a child does.
+#[test]
+#[expect(
+    clippy::zombie_processes,
+    reason = "the one it hands on to outlives it, on purpose"
+)]
+fn child_that_connects() {
+    let Some(path) = std::env::var_os(CONNECT_TO) else {
+        return;
+    };
+    let mut socket = UnixStream::connect(path).unwrap();
+    if std::env::var_os(HAND_ON).is_some() {
+        // Ends when the other end is closed.
+        std::process::Command::new("cat")
+            .stdin(OwnedFd::from(socket))
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        return;
+    }
+    let _ = socket.read(&mut [0]);
+}
+
+/// A child that connects, and the other end of its socket.
+fn child(hands_on: bool) -> (std::process::Child, UnixStream) {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = directory.path().join("socket");
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command
+        .args(["--exact", "registration::child_that_connects"])
+        .env(CONNECT_TO, path)
+        .stdout(std::process::Stdio::null());
+    if hands_on {
+        command.env(HAND_ON, "1");
+    }
+    let child = command.spawn().unwrap();
+    (child, listener.accept().unwrap().0)
+}
+
+#[test]
 fn a_process_that_ended_is_unreachable() {
     let plane = plane();
-    let path = std::env::temp_dir().join(format!("kvferry-test-{}", std::process::id()));
-    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-    let script = "import socket,sys; s=socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.recv(1)";
-    let child = std::process::Command::new("python3")
-        .args(["-c", script])
-        .arg(&path)
-        .spawn();
-    let Ok(mut child) = child else {
-        panic!("python3 is needed for this test");
-    };
-    let (socket, _) = listener.accept().unwrap();
-    std::fs::remove_file(&path).unwrap();
+    let (mut child, socket) = child(false);
     let process = Arc::new(EngineProcess::of(&socket).unwrap());
     assert_eq!(process.pid(), child.id().cast_signed());
     assert!(process.is_alive());
@@ -210,6 +272,25 @@ fn a_process_that_ended_is_unreachable() {
         Code::RegionUnreachable,
         &["ended"],
     );
+}
+
+/// The socket is open and its process is not: kernels differ in whether they still name it.
+#[test]
+fn a_socket_that_was_handed_on_names_nobody_else() {
+    let (mut child, mut socket) = child(true);
+    assert!(child.wait().unwrap().success());
+    socket
+        .set_read_timeout(Some(std::time::Duration::from_millis(50)))
+        .unwrap();
+    let open = socket.read(&mut [0]).unwrap_err();
+    assert_eq!(
+        open.kind(),
+        std::io::ErrorKind::WouldBlock,
+        "somebody has the other end"
+    );
+    if let Ok(process) = EngineProcess::of(&socket) {
+        assert!(!process.is_alive(), "the child was reaped");
+    }
 }
 
 #[test]
