@@ -7,6 +7,9 @@ use rcgen::{
     KeyUsagePurpose,
 };
 
+/// Where a test's nodes are reached.
+const LOCAL: [&str; 2] = ["localhost", "127.0.0.1"];
+
 /// An authority, with its certificate in a file.
 #[derive(Debug)]
 pub struct Authority {
@@ -45,7 +48,12 @@ impl Authority {
 
     /// A certificate for a node that is reached at `localhost` and 127.0.0.1.
     pub fn node(&self, name: &str) -> NodeFiles {
-        self.issue(name, CertificateParams::default())
+        self.node_at(name, &LOCAL)
+    }
+
+    /// A certificate for a node that is reached at these hosts.
+    pub fn node_at(&self, name: &str, hosts: &[&str]) -> NodeFiles {
+        self.issue(name, hosts, CertificateParams::default())
     }
 
     /// The same, valid in the year before `year` only.
@@ -53,12 +61,12 @@ impl Authority {
         let mut params = CertificateParams::default();
         params.not_before = rcgen::date_time_ymd(year - 1, 1, 1);
         params.not_after = rcgen::date_time_ymd(year, 1, 1);
-        self.issue(name, params)
+        self.issue(name, &LOCAL, params)
     }
 
-    fn issue(&self, name: &str, validity: CertificateParams) -> NodeFiles {
-        let names = vec!["localhost".to_owned(), "127.0.0.1".to_owned()];
-        let mut params = CertificateParams::new(names).unwrap();
+    fn issue(&self, name: &str, hosts: &[&str], validity: CertificateParams) -> NodeFiles {
+        let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
+        let mut params = CertificateParams::new(hosts).unwrap();
         (params.not_before, params.not_after) = (validity.not_before, validity.not_after);
         params.distinguished_name.push(DnType::CommonName, name);
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];

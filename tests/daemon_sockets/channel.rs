@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use kvferry_daemon::config::TlsFiles;
 use kvferry_handshake::Code;
+use kvferry_tests::certificates::NodeFiles;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -24,13 +24,9 @@ async fn fetch_fails(node: &Node, source: &str) -> (Code, String) {
     (failed.cause.code, failed.cause.message)
 }
 
-async fn with_tls(files: TlsFiles) -> Node {
-    Node::start(move |config| config.tls = Some(files)).await
-}
-
 #[tokio::test]
 async fn a_peer_that_is_not_there_is_named() {
-    let node = Node::start(|_| {}).await;
+    let node = Node::start(&[]);
     let free = TcpListener::bind("127.0.0.1:0")
         .await
         .unwrap()
@@ -45,8 +41,8 @@ async fn a_peer_that_is_not_there_is_named() {
 #[tokio::test]
 async fn a_peer_that_dies_is_said_to_have_closed_the_connection() {
     let authority = Authority::new();
-    let a = with_tls(authority.issue("a", &["127.0.0.1"])).await;
-    let b = with_tls(authority.issue("b", &["127.0.0.1"])).await;
+    let a = Node::with_tls(&authority.issue("a", &["127.0.0.1"]), &[]);
+    let b = Node::with_tls(&authority.issue("b", &["127.0.0.1"]), &[]);
     let engine = Engine::attach(b.socket(), "decode").await;
     let prefill = Engine::attach(a.socket(), "prefill").await;
     let fetch = engine.fetch_of(&a.source("prefill"), "t", &[1], 4);
@@ -62,7 +58,7 @@ async fn a_peer_that_dies_is_said_to_have_closed_the_connection() {
 }
 
 /// Puts the files of one authority in the place of another's.
-fn renew(old: &TlsFiles, new: &TlsFiles) {
+fn renew(old: &NodeFiles, new: &NodeFiles) {
     for (old, new) in [(&old.ca, &new.ca), (&old.cert, &new.cert), (&old.key, &new.key)] {
         std::fs::copy(new, old).unwrap();
     }
@@ -72,15 +68,9 @@ fn renew(old: &TlsFiles, new: &TlsFiles) {
 async fn renewed_certificates_are_used_without_a_restart() {
     let (old, new) = (Authority::new(), Authority::new());
     let files = old.issue("a", &["127.0.0.1"]);
-    let start = async |files: TlsFiles| {
-        Node::start(move |config| {
-            config.tls = Some(files);
-            config.encrypt_lanes = true;
-        })
-        .await
-    };
-    let a = start(files.clone()).await;
-    let b = start(new.issue("b", &["127.0.0.1"])).await;
+    let start = |files: &NodeFiles| Node::with_tls(files, &["--encrypt-lanes"]);
+    let a = start(&files);
+    let b = start(&new.issue("b", &["127.0.0.1"]));
     let prefill = Engine::attach(a.socket(), "prefill").await;
     let (code, message) = fetch_fails(&b, &a.source("prefill")).await;
     assert_eq!(code, Code::PeerTls, "{message}");
@@ -113,8 +103,8 @@ async fn renewed_certificates_are_used_without_a_restart() {
 #[tokio::test]
 async fn certificates_of_another_authority_are_refused_either_way() {
     let (ours, theirs) = (Authority::new(), Authority::new());
-    let a = with_tls(ours.issue("a", &["127.0.0.1"])).await;
-    let b = with_tls(theirs.issue("b", &["127.0.0.1"])).await;
+    let a = Node::with_tls(&ours.issue("a", &["127.0.0.1"]), &[]);
+    let b = Node::with_tls(&theirs.issue("b", &["127.0.0.1"]), &[]);
     for (from, to) in [(&a, &b), (&b, &a)] {
         let (code, message) = fetch_fails(from, &to.source("x")).await;
         assert_eq!(code, Code::PeerTls, "{message}");
@@ -125,8 +115,8 @@ async fn certificates_of_another_authority_are_refused_either_way() {
 #[tokio::test]
 async fn a_certificate_for_another_host_is_refused_either_way() {
     let authority = Authority::new();
-    let a = with_tls(authority.issue("a", &["127.0.0.1"])).await;
-    let b = with_tls(authority.issue("b", &["10.1.2.3", "elsewhere"])).await;
+    let a = Node::with_tls(&authority.issue("a", &["127.0.0.1"]), &[]);
+    let b = Node::with_tls(&authority.issue("b", &["10.1.2.3", "elsewhere"]), &[]);
     // a does not believe the server; b's own greeting is not believed.
     let (code, message) = fetch_fails(&a, &b.source("x")).await;
     assert_eq!(code, Code::PeerTls, "{message}");
@@ -137,8 +127,8 @@ async fn a_certificate_for_another_host_is_refused_either_way() {
 
 #[tokio::test]
 async fn tls_on_one_side_only_is_refused_either_way() {
-    let a = with_tls(Authority::new().issue("a", &["127.0.0.1"])).await;
-    let b = Node::start(|_| {}).await;
+    let a = Node::with_tls(&Authority::new().issue("a", &["127.0.0.1"]), &[]);
+    let b = Node::start(&[]);
     let (code, message) = fetch_fails(&a, &b.source("x")).await;
     // It only closes: so does a daemon that ends just then.
     assert_eq!(code, Code::PeerUnreachable, "{message}");
@@ -154,25 +144,21 @@ async fn tls_on_one_side_only_is_refused_either_way() {
 #[tokio::test]
 async fn daemons_that_do_not_encrypt_alike_refuse_each_other() {
     let authority = Authority::new();
-    let a = with_tls(authority.issue("a", &["127.0.0.1"])).await;
+    let a = Node::with_tls(&authority.issue("a", &["127.0.0.1"]), &[]);
     let files = authority.issue("b", &["127.0.0.1"]);
-    let b = Node::start(move |config| {
-        config.tls = Some(files);
-        config.encrypt_lanes = true;
-    })
-    .await;
+    let b = Node::with_tls(&files, &["--encrypt-lanes"]);
     for (from, to) in [(&a, &b), (&b, &a)] {
         let (code, message) = fetch_fails(from, &to.source("x")).await;
         assert_eq!(code, Code::PeerTls, "{message}");
-        let b = &b.daemon.addresses().advertised;
+        let b = &b.program.advertised;
         assert!(message.contains(&format!("{b} encrypts lanes and")), "{message}");
     }
 }
 
 #[tokio::test]
 async fn a_daemon_has_one_name() {
-    let (a, b) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
-    let port = b.daemon.addresses().peers.port();
+    let (a, b) = (Node::start(&[]), Node::start(&[]));
+    let port = b.program.port();
     let (code, message) = fetch_fails(&a, &format!("kvferry://localhost:{port}/x")).await;
     assert_eq!(code, Code::AddressInvalid);
     assert!(
@@ -180,7 +166,7 @@ async fn a_daemon_has_one_name() {
         "{message}"
     );
     // Itself, by another name.
-    let port = a.daemon.addresses().peers.port();
+    let port = a.program.port();
     let (code, message) = fetch_fails(&a, &format!("kvferry://localhost:{port}/x")).await;
     assert_eq!(code, Code::AddressInvalid, "{message}");
 }
@@ -204,7 +190,7 @@ fn greeting(versions: (u32, u32), address: &str) -> Vec<u8> {
 
 /// The answer's kind: 0 welcome, 1 duplicate, 2 refused; and its bytes.
 async fn greet(node: &Node, greeting: &[u8]) -> (TcpStream, u32, Vec<u8>) {
-    let mut stream = TcpStream::connect(node.daemon.addresses().peers).await.unwrap();
+    let mut stream = TcpStream::connect(&node.program.advertised).await.unwrap();
     stream.write_all(greeting).await.unwrap();
     let answer = async {
         let len = stream.read_u32_le().await.unwrap();
@@ -225,7 +211,7 @@ async fn is_closed(mut stream: TcpStream) {
 
 #[tokio::test]
 async fn no_common_version_is_refused_by_name() {
-    let node = Node::start(|_| {}).await;
+    let node = Node::start(&[]);
     let (stream, kind, answer) = greet(&node, &greeting((8, 9), "10.0.0.9:1")).await;
     assert_eq!(kind, 2);
     let answer = String::from_utf8_lossy(&answer).into_owned();
@@ -241,7 +227,7 @@ async fn no_common_version_is_refused_by_name() {
 
 #[tokio::test]
 async fn a_peer_that_says_nonsense_is_cut_and_costs_the_others_nothing() {
-    let (node, other) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
+    let (node, other) = (Node::start(&[]), Node::start(&[]));
     let prefill = Engine::attach(node.socket(), "prefill").await;
     for (at, nonsense) in [
         [255, 255, 255, 255].as_slice(),
@@ -262,7 +248,7 @@ async fn a_peer_that_says_nonsense_is_cut_and_costs_the_others_nothing() {
     }
     for greeting in [
         greeting((1, 1), "no address"),
-        greeting((1, 1), &node.daemon.addresses().advertised),
+        greeting((1, 1), &node.program.advertised),
     ] {
         let (stream, kind, _) = greet(&node, &greeting).await;
         assert_eq!(kind, 2);
@@ -292,7 +278,7 @@ async fn a_peer_that_says_nonsense_is_cut_and_costs_the_others_nothing() {
 
 #[tokio::test]
 async fn a_silent_peer_is_noticed() {
-    let node = Node::start(|config| config.peer_timeout = Duration::from_secs(2)).await;
+    let node = Node::start(&["--peer-timeout-ms=2000"]);
     let (_stream, kind, _) = greet(&node, &greeting((1, 1), "10.0.0.9:1")).await;
     assert_eq!(kind, 0);
     assert_eq!(node.count("peer_channels").await, 1);
@@ -302,11 +288,8 @@ async fn a_silent_peer_is_noticed() {
 
 #[tokio::test]
 async fn peers_that_have_nothing_to_say_stay_connected() {
-    let quick = |config: &mut kvferry_daemon::config::Config| {
-        config.peer_timeout = Duration::from_secs(2);
-        config.deadline = Duration::from_millis(300);
-    };
-    let (a, b) = (Node::start(quick).await, Node::start(quick).await);
+    let quick = ["--peer-timeout-ms=2000", "--deadline-ms=300"];
+    let (a, b) = (Node::start(&quick), Node::start(&quick));
     let decode = Engine::attach(b.socket(), "decode").await;
     let fetching = decode
         .rank
@@ -315,8 +298,7 @@ async fn peers_that_have_nothing_to_say_stay_connected() {
         .unwrap();
     let failed = soon("the failure", fetching.ended()).await.unwrap_err();
     assert_eq!(failed.cause.code, Code::EngineUnknown, "{failed}");
-    let of = |node: &Node| node.daemon.addresses().incarnation;
-    assert_ne!(of(&a), of(&b));
+    assert_ne!(a.status().await.incarnation, b.status().await.incarnation);
     tokio::time::sleep(Duration::from_millis(2_500)).await;
     assert_eq!(
         (a.count("peer_channels").await, b.count("peer_channels").await),

@@ -7,17 +7,20 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kvferry_client::{Client, ClientError, Notice, Progress};
-use kvferry_daemon::config::TlsFiles;
 use kvferry_handshake::Code;
+use kvferry_tests::certificates::NodeFiles;
+use kvferry_tests::programs::kvferryd;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::rig::{Authority, Engine, envelope, soon};
+use crate::rig::{Authority, Engine, envelope, soon, tls_flags};
 
 /// A running kvferryd. Killed when it is dropped.
 pub(crate) struct Program {
     child: Child,
     log: Option<JoinHandle<Vec<String>>>,
     pub(crate) advertised: String,
+    /// `host:port` of its metrics, if it has them.
+    pub(crate) metrics: String,
 }
 
 impl Program {
@@ -26,30 +29,37 @@ impl Program {
     }
 
     pub(crate) fn start_at(socket: &Path, peers: &str, more: &[&str]) -> Program {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_kvferryd"))
+        let mut child = Command::new(kvferryd())
             .arg("--socket")
             .arg(socket)
-            .args([
-                "--peer-listen",
-                peers,
-                "--metrics-listen=off",
-                "--log-format=json",
-            ])
+            .args(["--peer-listen", peers, "--log-format=json"])
             .args(more)
+            .args(
+                (!more.iter().any(|flag| flag.starts_with("--metrics-listen")))
+                    .then_some("--metrics-listen=off"),
+            )
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
         let ready = lines.find_map(|line| {
             let line: serde_json::Value = serde_json::from_str(&line.unwrap()).unwrap();
-            (line["message"] == "kvferryd is ready").then(|| line["advertised"].as_str().unwrap().to_owned())
+            let told = |key: &str| line[key].as_str().unwrap().to_owned();
+            (line["message"] == "kvferryd is ready").then(|| (told("advertised"), told("metrics")))
         });
+        let (advertised, metrics) = ready.expect("it ended before it was ready");
         let log = std::thread::spawn(move || lines.map_while(Result::ok).collect());
         Program {
             child,
             log: Some(log),
-            advertised: ready.expect("it ended before it was ready"),
+            advertised,
+            metrics,
         }
+    }
+
+    /// Of its peer channel.
+    pub(crate) fn port(&self) -> u16 {
+        self.advertised.rsplit(':').next().unwrap().parse().unwrap()
     }
 
     pub(crate) fn signal(&self, signal: Signal) {
@@ -84,7 +94,8 @@ fn a_limit_of_open_files_that_is_too_low_is_named() {
         let output = Command::new("sh")
             .args(["-c", "ulimit -n \"$1\" && shift && exec \"$@\"", "sh"])
             .arg(limit.to_string())
-            .args([env!("CARGO_BIN_EXE_kvferryd"), "--socket"])
+            .arg(kvferryd())
+            .arg("--socket")
             .arg(directory.path().join("socket"))
             .args(["--peer-listen=127.0.0.1:0", "--metrics-listen=off"])
             .output()
@@ -125,7 +136,7 @@ async fn a_log_that_nobody_reads_any_more_neither_ends_nor_stops_the_daemon() {
         let socket = directory.path().join("kvferryd.sock");
         let (reading, writing) = std::io::pipe().unwrap();
         rustix::pipe::fcntl_setpipe_size(&writing, 4096).unwrap();
-        let mut child = Command::new(env!("CARGO_BIN_EXE_kvferryd"))
+        let mut child = Command::new(kvferryd())
             .arg("--socket")
             .arg(&socket)
             .args(["--peer-listen=127.0.0.1:0", "--metrics-listen=off"])
@@ -170,10 +181,7 @@ async fn what_anyone_can_cause_as_often_as_they_like_is_logged_once() {
 }
 
 fn run(arguments: &[&str]) -> (Option<i32>, String, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_kvferryd"))
-        .args(arguments)
-        .output()
-        .unwrap();
+    let output = Command::new(kvferryd()).args(arguments).output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
@@ -210,13 +218,8 @@ fn check_config_prints_what_would_be_used_and_names_what_is_wrong() {
 #[test]
 fn check_config_reads_the_certificates_and_names_the_key_that_is_wrong() {
     let (ours, theirs) = (Authority::new(), Authority::new());
-    let check = |files: &TlsFiles| {
-        let flag = |name: &str, file: &Path| format!("--tls-{name}={}", file.display());
-        let flags = [
-            flag("ca", &files.ca),
-            flag("cert", &files.cert),
-            flag("key", &files.key),
-        ];
+    let check = |files: &NodeFiles| {
+        let flags = tls_flags(files);
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         let (code, _, error) = run(&[&["--check-config"], &flags[..]].concat());
         (code, error)
@@ -226,7 +229,7 @@ fn check_config_reads_the_certificates_and_names_the_key_that_is_wrong() {
     let other = ours.issue("b", &["127.0.0.1"]);
     let empty = good.ca.with_file_name("empty.pem");
     std::fs::write(&empty, "nothing\n").unwrap();
-    let with = |change: fn(&mut TlsFiles, &Path), file: &Path| {
+    let with = |change: fn(&mut NodeFiles, &Path), file: &Path| {
         let mut files = good.clone();
         change(&mut files, file);
         files

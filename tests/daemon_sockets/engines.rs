@@ -6,6 +6,7 @@ use std::time::Duration;
 use kvferry_client::{Client, ClientError, Event, Notice, RegionMemory, SealedMemory};
 use kvferry_handshake::Code;
 
+use crate::process::Program;
 use crate::rig::{Engine, Node, envelope, soon, split};
 
 fn code(error: ClientError) -> Code {
@@ -17,7 +18,7 @@ fn code(error: ClientError) -> Code {
 
 #[tokio::test]
 async fn memory_that_is_no_sealed_memfd_is_refused_and_nothing_is_left() {
-    let node = Node::start(|_| {}).await;
+    let node = Node::start(&[]);
     let client = soon("connecting", Client::connect(node.socket())).await.unwrap();
     let rank = client.attach(envelope("e"), 0, None).await.unwrap();
     let (reading, _writing) = std::io::pipe().unwrap();
@@ -53,7 +54,7 @@ async fn memory_that_is_no_sealed_memfd_is_refused_and_nothing_is_left() {
 
 #[tokio::test]
 async fn a_region_can_be_taken_back_and_given_again() {
-    let node = Node::start(|_| {}).await;
+    let node = Node::start(&[]);
     let engine = Engine::attach(node.socket(), "e").await;
     assert_eq!(node.count("data_regions").await, 1);
     soon("unregistering", engine.rank.unregister(0)).await.unwrap();
@@ -82,7 +83,7 @@ async fn a_region_can_be_taken_back_and_given_again() {
 
 #[tokio::test]
 async fn an_engine_rank_attaches_once() {
-    let node = Node::start(|_| {}).await;
+    let node = Node::start(&[]);
     let engine = Engine::attach(node.socket(), "e").await;
     let client = Client::connect(node.socket()).await.unwrap();
     let error = client.attach(envelope("e"), 0, None).await.unwrap_err();
@@ -94,7 +95,7 @@ async fn an_engine_rank_attaches_once() {
 
 #[tokio::test]
 async fn ranks_that_disagree_are_all_refused_and_may_attach_again_when_it_is_mended() {
-    let node = Node::start(|_| {}).await;
+    let node = Node::start(&[]);
     let engine = Engine::attach_rank(node.socket(), split("e"), 0, None).await;
     let publication = engine
         .rank
@@ -137,7 +138,7 @@ async fn ranks_that_disagree_are_all_refused_and_may_attach_again_when_it_is_men
 
 #[tokio::test]
 async fn calls_before_attach_are_refused() {
-    let node = Node::start(|_| {}).await;
+    let node = Node::start(&[]);
     let client = Client::connect(node.socket()).await.unwrap();
     // A rank number that the envelope does not have.
     let error = client.attach(envelope("e"), 5, None).await.unwrap_err();
@@ -156,16 +157,14 @@ async fn a_client_waits_for_a_daemon_that_is_not_up_yet() {
         async move { Client::connect(socket).await }
     });
     tokio::time::sleep(Duration::from_millis(100)).await;
-    let daemon = kvferry_daemon::Daemon::start(crate::rig::config(directory.path()))
-        .await
-        .unwrap();
+    let _daemon = Program::start(&directory.path().join("kvferryd.sock"), &[]);
     let client = soon("connecting", connecting).await.unwrap().unwrap();
-    assert_eq!(client.welcome().incarnation, daemon.addresses().incarnation);
+    soon("the status", client.status()).await.unwrap();
 }
 
 #[tokio::test]
 async fn memory_of_the_process_is_accepted() {
-    let node = Node::start(|_| {}).await;
+    let node = Node::start(&[]);
     let client = Client::connect(node.socket()).await.unwrap();
     let rank = client.attach(envelope("e"), 0, None).await.unwrap();
     let memory = vec![0u8; 16 << 20];

@@ -20,8 +20,8 @@ async fn get(address: SocketAddr, path: &str) -> String {
 
 #[tokio::test]
 async fn transfers_are_counted_and_health_is_told() {
-    let node = Node::start(|config| config.metrics_listen = Some("127.0.0.1:0".parse().unwrap())).await;
-    let address = node.daemon.addresses().metrics.unwrap();
+    let node = Node::start(&["--metrics-listen=127.0.0.1:0"]);
+    let address = node.program.metrics.parse().unwrap();
     let (prefill, decode) = (
         Engine::attach(node.socket(), "p").await,
         Engine::attach(node.socket(), "d").await,
@@ -60,8 +60,8 @@ async fn transfers_are_counted_and_health_is_told() {
 
 #[tokio::test]
 async fn idle_scrapers_give_way() {
-    let node = Node::start(|config| config.metrics_listen = Some("127.0.0.1:0".parse().unwrap())).await;
-    let address = node.daemon.addresses().metrics.unwrap();
+    let node = Node::start(&["--metrics-listen=127.0.0.1:0"]);
+    let address = node.program.metrics.parse().unwrap();
     let mut idle = Vec::new();
     for _ in 0..40 {
         idle.push(TcpStream::connect(address).await.unwrap());

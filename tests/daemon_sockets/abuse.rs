@@ -117,8 +117,8 @@ async fn others_are_served(node: &Node) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_common_version_is_refused_by_name() {
-    let node = Node::start(|_| {}).await;
-    let socket = node.socket().to_owned();
+    let node = Node::start(&[]);
+    let socket = node.socket();
     blocking(move || {
         let mut raw = Raw::connect(&socket);
         raw.say(&Request::Hello(Versions {
@@ -143,8 +143,8 @@ async fn no_common_version_is_refused_by_name() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frames_too_long_truncated_or_mutated_end_their_connection_only() {
-    let node = Node::start(|_| {}).await;
-    let socket = node.socket().to_owned();
+    let node = Node::start(&[]);
+    let socket = node.socket();
     blocking(move || {
         let mut long_hello = Raw::connect(&socket);
         long_hello.bytes(&65u32.to_le_bytes());
@@ -211,8 +211,8 @@ async fn frames_too_long_truncated_or_mutated_end_their_connection_only() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn fds_that_do_not_belong_are_closed_and_named() {
-    let node = Node::start(|_| {}).await;
-    let socket = node.socket().to_owned();
+    let node = Node::start(&[]);
+    let socket = node.socket();
     let register = |memory| Call::Register { region: 0, memory };
     let memfd = Memory::Memfd { offset: 0, len: 4096 };
     let process = Memory::Process {
@@ -264,8 +264,8 @@ async fn fds_that_do_not_belong_are_closed_and_named() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn calls_that_do_not_wait_for_answers_take_effect_in_order() {
-    let node = Node::start(|_| {}).await;
-    let socket = node.socket().to_owned();
+    let node = Node::start(&[]);
+    let socket = node.socket();
     blocking(move || {
         let mut raw = Raw::greeted(&socket);
         let envelope = Box::new(envelope("hasty"));
@@ -307,7 +307,7 @@ async fn calls_that_do_not_wait_for_answers_take_effect_in_order() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_thousand_idle_connections_hurt_nobody() {
-    let node = Node::start(|config| config.limits.connections_per_user = 300).await;
+    let node = Node::start(&["--limits-connections-per-user=300"]);
     let engine = Engine::attach(node.socket(), "early").await;
     let idle: Vec<UnixStream> = (0..1_000)
         .map(|_| UnixStream::connect(node.socket()).unwrap())
@@ -324,8 +324,8 @@ async fn a_thousand_idle_connections_hurt_nobody() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_connection_that_never_greets_is_closed() {
-    let node = Node::start(|_| {}).await;
-    let socket = node.socket().to_owned();
+    let node = Node::start(&[]);
+    let socket = node.socket();
     blocking(move || {
         let fault = Raw::connect(&socket).parting();
         assert_eq!(fault.code, Code::ProtocolViolation);
@@ -339,10 +339,10 @@ async fn a_connection_that_never_greets_is_closed() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_never_reads_is_disconnected_and_hurts_nobody() {
-    let node = Node::start(|config| config.limits.engine_queue_bytes = 64 << 10).await;
+    let node = Node::start(&["--limits-engine-queue-bytes=65536"]);
     let engine = Engine::attach(node.socket(), "well-behaved").await;
     for slowly in [false, true] {
-        let mut raw = Raw::attached(node.socket(), "deaf");
+        let mut raw = Raw::attached(&node.socket(), "deaf");
         raw.stream.set_nonblocking(true).unwrap();
         let call = encode(&Request::Call {
             number: 1,

@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kvferry_client::{Client, FetchRequest, PublishRequest, Rank, SealedMemory, Status, TransferId};
-use kvferry_daemon::Daemon;
-use kvferry_daemon::config::{Config, TlsFiles};
 use kvferry_handshake::{
     Component, Dcp, Element, Envelope, HeadSpan, Identity, Kind, PageGroup, PageLists, Part, Placement,
     Ready, Role, Scales, Strides, TokenRange, Unit,
 };
-use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use kvferry_tests::certificates::{self, NodeFiles};
 use tempfile::TempDir;
+
+use crate::process::Program;
 
 /// Nothing here takes so long; a test that waits longer has failed.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
@@ -28,40 +28,39 @@ pub(crate) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
 
 /// A daemon and its directory.
 pub(crate) struct Node {
-    pub(crate) daemon: Daemon,
-    /// Removed with the node.
-    _directory: TempDir,
-}
-
-/// A configuration on loopback with any free ports.
-pub(crate) fn config(directory: &Path) -> Config {
-    Config {
-        socket: directory.join("kvferryd.sock"),
-        peer_listen: "127.0.0.1:0".parse().unwrap(),
-        metrics_listen: None,
-        ..Config::default()
-    }
+    pub(crate) program: Program,
+    // Last, so that the daemon ends before its directory is removed.
+    directory: TempDir,
 }
 
 impl Node {
-    pub(crate) async fn start(change: impl FnOnce(&mut Config)) -> Node {
+    /// Starts a daemon with these flags, on loopback with any free ports.
+    pub(crate) fn start(flags: &[&str]) -> Node {
         let directory = tempfile::tempdir().unwrap();
-        let mut config = config(directory.path());
-        change(&mut config);
-        let daemon = Daemon::start(config).await.unwrap();
         Node {
-            daemon,
-            _directory: directory,
+            program: Program::start(&socket(&directory), flags),
+            directory,
         }
     }
 
-    pub(crate) fn socket(&self) -> &Path {
-        &self.daemon.addresses().socket
+    /// The same with certificates.
+    pub(crate) fn with_tls(files: &NodeFiles, more: &[&str]) -> Node {
+        let flags = tls_flags(files);
+        let flags: Vec<&str> = flags
+            .iter()
+            .map(String::as_str)
+            .chain(more.iter().copied())
+            .collect();
+        Node::start(&flags)
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        socket(&self.directory)
     }
 
     /// `kvferry://HOST:PORT/ENGINE`
     pub(crate) fn source(&self, engine: &str) -> String {
-        format!("kvferry://{}/{engine}", self.daemon.addresses().advertised)
+        format!("kvferry://{}/{engine}", self.program.advertised)
     }
 
     pub(crate) async fn status(&self) -> Status {
@@ -93,45 +92,34 @@ pub(crate) fn count(status: &Status, name: &str) -> u64 {
         .1
 }
 
-/// A certificate authority.
+fn socket(directory: &TempDir) -> PathBuf {
+    directory.path().join("kvferryd.sock")
+}
+
+/// The flags that name certificates.
+pub(crate) fn tls_flags(files: &NodeFiles) -> [String; 3] {
+    [("ca", &files.ca), ("cert", &files.cert), ("key", &files.key)]
+        .map(|(name, file)| format!("--tls-{name}={}", file.display()))
+}
+
+/// A certificate authority with a directory of its own.
 pub(crate) struct Authority {
-    issuer: Issuer<'static, KeyPair>,
-    directory: TempDir,
-    ca: PathBuf,
+    authority: certificates::Authority,
+    _directory: TempDir,
 }
 
 impl Authority {
     pub(crate) fn new() -> Authority {
         let directory = tempfile::tempdir().unwrap();
-        let key = KeyPair::generate().unwrap();
-        let mut params = CertificateParams::new(Vec::new()).unwrap();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let ca = directory.path().join("ca.pem");
-        std::fs::write(&ca, params.self_signed(&key).unwrap().pem()).unwrap();
-        let issuer = Issuer::new(params, key);
         Authority {
-            issuer,
-            directory,
-            ca,
+            authority: certificates::Authority::new(directory.path(), "authority"),
+            _directory: directory,
         }
     }
 
-    /// The files of a daemon whose certificate is for `names`.
-    pub(crate) fn issue(&self, file: &str, names: &[&str]) -> TlsFiles {
-        let key = KeyPair::generate().unwrap();
-        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
-        let certificate = CertificateParams::new(names)
-            .unwrap()
-            .signed_by(&key, &self.issuer)
-            .unwrap();
-        let files = TlsFiles {
-            ca: self.ca.clone(),
-            cert: self.directory.path().join(format!("{file}.pem")),
-            key: self.directory.path().join(format!("{file}.key")),
-        };
-        std::fs::write(&files.cert, certificate.pem()).unwrap();
-        std::fs::write(&files.key, key.serialize_pem()).unwrap();
-        files
+    /// The files of a daemon whose certificate is for `hosts`.
+    pub(crate) fn issue(&self, file: &str, hosts: &[&str]) -> NodeFiles {
+        self.authority.node_at(file, hosts)
     }
 }
 
@@ -229,21 +217,23 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    pub(crate) async fn attach(socket: &Path, name: &str) -> Engine {
+    pub(crate) async fn attach(socket: impl AsRef<Path>, name: &str) -> Engine {
         Engine::attach_as(socket, envelope(name)).await
     }
 
-    pub(crate) async fn attach_as(socket: &Path, envelope: Envelope) -> Engine {
+    pub(crate) async fn attach_as(socket: impl AsRef<Path>, envelope: Envelope) -> Engine {
         Engine::attach_rank(socket, envelope, 0, None).await
     }
 
     pub(crate) async fn attach_rank(
-        socket: &Path,
+        socket: impl AsRef<Path>,
         envelope: Envelope,
         rank: u32,
         home: Option<String>,
     ) -> Engine {
-        let client = soon("connecting", Client::connect(socket)).await.unwrap();
+        let client = soon("connecting", Client::connect(socket.as_ref()))
+            .await
+            .unwrap();
         let rank = soon("attaching", client.attach(envelope, rank, home))
             .await
             .unwrap();

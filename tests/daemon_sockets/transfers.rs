@@ -64,7 +64,7 @@ async fn carry(prefill_node: &Node, decode_node: &Node, path: Path) {
 
 #[tokio::test]
 async fn within_a_node() {
-    let node = Node::start(|_| {}).await;
+    let node = Node::start(&[]);
     carry(&node, &node, Path::Local).await;
     node.settles("regions", 0).await;
     node.settles("data_regions", 0).await;
@@ -73,14 +73,11 @@ async fn within_a_node() {
 
 #[tokio::test]
 async fn between_nodes_without_tls_on_loopback() {
-    let (a, b) = (
-        Node::start(|_| {}).await,
-        Node::start(|config| config.checksum = true).await,
-    );
+    let (a, b) = (Node::start(&[]), Node::start(&["--checksum"]));
     carry(&a, &b, Path::Tcp).await;
     let status = a.status().await;
     let peer = &status.peers[0];
-    assert_eq!(peer.address, b.daemon.addresses().advertised);
+    assert_eq!(peer.address, b.program.advertised);
     assert_eq!(peer.state, "connected");
     assert!(peer.sent_bytes > 0 && peer.received_bytes == 0, "{peer:?}");
 }
@@ -93,25 +90,16 @@ async fn between_nodes_with_tls_and_encrypted_lanes() {
             authority.issue("a", &["127.0.0.1"]),
             authority.issue("b", &["127.0.0.1"]),
         );
-        let start = |files| {
-            Node::start(move |config| {
-                config.tls = Some(files);
-                config.encrypt_lanes = encrypt;
-            })
-        };
-        let (a, b) = (start(a).await, start(b).await);
+        let more: &[&str] = if encrypt { &["--encrypt-lanes"] } else { &[] };
+        let (a, b) = (Node::with_tls(&a, more), Node::with_tls(&b, more));
         carry(&a, &b, Path::Tcp).await;
     }
 }
 
 #[tokio::test]
 async fn from_an_engine_whose_ranks_have_two_daemons() {
-    let (home, other, third) = (
-        Node::start(|_| {}).await,
-        Node::start(|_| {}).await,
-        Node::start(|_| {}).await,
-    );
-    let at_home = Some(home.daemon.addresses().advertised.clone());
+    let (home, other, third) = (Node::start(&[]), Node::start(&[]), Node::start(&[]));
+    let at_home = Some(home.program.advertised.clone());
     // The second rank knocks before the first: its home takes it in all the same.
     let second = Engine::attach_rank(other.socket(), split("prefill"), 1, at_home).await;
     let first = Engine::attach_rank(home.socket(), split("prefill"), 0, None).await;
@@ -141,7 +129,7 @@ async fn from_an_engine_whose_ranks_have_two_daemons() {
 
 #[tokio::test]
 async fn both_ways_over_one_channel() {
-    let (a, b) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
+    let (a, b) = (Node::start(&[]), Node::start(&[]));
     let (at_a, at_b) = (
         Engine::attach(a.socket(), "x").await,
         Engine::attach(b.socket(), "y").await,
@@ -170,7 +158,7 @@ async fn both_ways_over_one_channel() {
 
 #[tokio::test]
 async fn one_rank_may_be_on_both_sides_of_a_transfer() {
-    let node = Node::start(|_| {}).await;
+    let node = Node::start(&[]);
     let engine = Engine::attach(node.socket(), "e").await;
     let mut notices = engine.rank.notices();
     engine.poison();
@@ -197,7 +185,7 @@ async fn one_rank_may_be_on_both_sides_of_a_transfer() {
 
 #[tokio::test]
 async fn a_refusal_names_every_mismatch_to_both_engines() {
-    let (a, b) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
+    let (a, b) = (Node::start(&[]), Node::start(&[]));
     let prefill = Engine::attach(a.socket(), "prefill").await;
     let mut other = envelope("decode");
     other.identity.model = "another".into();
@@ -238,7 +226,7 @@ async fn a_refusal_names_every_mismatch_to_both_engines() {
 
 #[tokio::test]
 async fn an_engine_that_ends_frees_what_it_had_and_fails_what_it_did() {
-    let (a, b) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
+    let (a, b) = (Node::start(&[]), Node::start(&[]));
     let prefill = Engine::attach(a.socket(), "prefill").await;
     let decode = Engine::attach(b.socket(), "decode").await;
     let publish = kvferry_client::PublishRequest {
@@ -269,7 +257,7 @@ async fn an_engine_that_ends_frees_what_it_had_and_fails_what_it_did() {
 
 #[tokio::test]
 async fn an_abort_ends_both_sides() {
-    let (a, b) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
+    let (a, b) = (Node::start(&[]), Node::start(&[]));
     let prefill = Engine::attach(a.socket(), "prefill").await;
     let decode = Engine::attach(b.socket(), "decode").await;
     let mut publish = prefill.publish_of("t", &[1, 2], 8);
@@ -295,7 +283,7 @@ async fn an_abort_ends_both_sides() {
 /// Both engines abort, decline and fail at every stage; nothing of it is left.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hundreds_of_aborted_transfers_leave_the_counts_where_they_were() {
-    let (a, b) = (Node::start(|_| {}).await, Node::start(|_| {}).await);
+    let (a, b) = (Node::start(&[]), Node::start(&[]));
     let prefill = Engine::attach(a.socket(), "prefill").await;
     let decode = Engine::attach(b.socket(), "decode").await;
     let source = a.source("prefill");
