@@ -1,5 +1,7 @@
 //! The pages and the example file that are made from the code are up to date.
 
+#![allow(clippy::unwrap_used)] // a panic here is a failed test
+
 use std::path::Path;
 
 fn is_current(path: &str, expected: &str) {
