@@ -40,6 +40,7 @@ impl Harm {
             let what = match self.random.random_range(0..10) {
                 0..3 => self.kill(at).await,
                 3..5 => self.stop(at).await,
+                5..8 => self.cut_lanes(at),
                 _ => self.cut(at),
             };
             *self.done.entry(what).or_default() += 1;
@@ -66,6 +67,18 @@ impl Harm {
         tokio::time::sleep(long).await;
         process.signal(Signal::CONT);
         "a daemon stopped for a while"
+    }
+
+    /// Shuts down the daemon's own ends of its lanes, behind its back.
+    fn cut_lanes(&mut self, at: usize) -> &'static str {
+        let ports: Vec<u16> = self.nodes.nodes.iter().map(|node| node.ports().data).collect();
+        let node = &mut self.nodes.nodes[at];
+        let cut = node.process().shut_down_sockets(&ports);
+        if cut == 0 {
+            "no lane to cut"
+        } else {
+            "data lanes cut"
+        }
     }
 
     fn cut(&mut self, at: usize) -> &'static str {

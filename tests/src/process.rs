@@ -76,6 +76,35 @@ impl Process {
         self.ended
     }
 
+    /// Shuts down its connections from and to these ports, as a network that breaks would. Gives how many.
+    ///
+    /// # Panics
+    ///
+    /// When the process cannot be looked into.
+    pub fn shut_down_sockets(&self, ports: &[u16]) -> usize {
+        let pid = rustix::process::Pid::from_raw(self.pid()).unwrap();
+        let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
+        let mut count = 0;
+        for entry in std::fs::read_dir(format!("/proc/{}/fd", self.pid()))
+            .unwrap()
+            .flatten()
+        {
+            let number: i32 = entry.file_name().to_str().unwrap().parse().unwrap();
+            // It may be closed meanwhile.
+            let flags = rustix::process::PidfdGetfdFlags::empty();
+            let Ok(socket) = rustix::process::pidfd_getfd(&pidfd, number, flags) else {
+                continue;
+            };
+            let stream = std::net::TcpStream::from(socket);
+            let ends = [stream.local_addr(), stream.peer_addr()];
+            let [Ok(near), Ok(far)] = ends else { continue };
+            if ports.contains(&near.port()) || ports.contains(&far.port()) {
+                count += usize::from(stream.shutdown(std::net::Shutdown::Both).is_ok());
+            }
+        }
+        count
+    }
+
     /// Sends a signal, if it still runs.
     pub fn signal(&mut self, signal: Signal) {
         if self.is_running() {
