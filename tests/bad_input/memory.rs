@@ -83,6 +83,17 @@ async fn memory_that_cannot_be_used_is_refused_by_name() {
             &["8191", "8192"],
         ),
         (
+            "oversized",
+            0,
+            RegionMemory::Memfd {
+                fd: memfd(1 << 40, sealed),
+                offset: 0,
+                len: 1 << 40,
+            },
+            Code::RegionTooLarge,
+            &["region 0", "1099511627776", "8192", "2097152"],
+        ),
+        (
             "longer than the memfd",
             0,
             of_memfd(sealed, 0, 3 * SMALL),
@@ -114,8 +125,8 @@ async fn memory_that_cannot_be_used_is_refused_by_name() {
             "empty",
             0,
             of_memfd(sealed, 0, 0),
-            Code::RegionOutOfBounds,
-            &["len"],
+            Code::RegionTooSmall,
+            &["0 bytes", "8192"],
         ),
         ("a file", 0, of_fd(file.into()), Code::RegionKind, &["memfd"]),
         ("a pipe", 0, of_fd(reader.into()), Code::RegionKind, &["memfd"]),

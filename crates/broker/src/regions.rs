@@ -9,6 +9,9 @@ use crate::Broker;
 use crate::io::{Output, RegionKey, SessionId};
 use crate::ranks::{Rank, RankLife};
 
+/// Engines round their pools up, to a huge page at the most.
+const ROUNDED_TO: u64 = 2 << 20;
+
 /// A region's number and its key in the data plane.
 pub(crate) type Regions = Arc<[(u16, RegionKey)]>;
 
@@ -76,7 +79,7 @@ impl Broker {
         len: u64,
         paths: Vec<Path>,
     ) {
-        match self.accept_region(session, region, len) {
+        match self.may_register(session, region, len) {
             Ok(life) => {
                 let generation = self.number();
                 if let Some(rank) = self.ranks.get_mut(life) {
@@ -97,7 +100,12 @@ impl Broker {
         }
     }
 
-    fn accept_region(&self, session: SessionId, region: u16, len: u64) -> Result<RankLife, Fault> {
+    /// Whether a region fits the rank's envelope: asked before its memory is mapped too.
+    pub fn check_region(&self, session: SessionId, region: u16, len: u64) -> Result<(), Fault> {
+        self.may_register(session, region, len).map(drop)
+    }
+
+    fn may_register(&self, session: SessionId, region: u16, len: u64) -> Result<RankLife, Fault> {
         if self.shutting_down {
             return Err(crate::faults::shutting_down());
         }
@@ -124,6 +132,17 @@ impl Broker {
             return Err(Fault::new(
                 Code::RegionTooSmall,
                 format!("region {region} has {len} bytes; the envelope's last row ends at {least}"),
+            ));
+        }
+        // Nobody needs more, and what is mapped is bounded by it.
+        let most = least.checked_next_multiple_of(ROUNDED_TO).unwrap_or(*least);
+        if len > most {
+            return Err(Fault::new(
+                Code::RegionTooLarge,
+                format!(
+                    "region {region} has {len} bytes; the envelope's last row ends at {least}, so that it may have {most} at \
+                     most"
+                ),
             ));
         }
         Ok(life)

@@ -177,6 +177,19 @@ pub enum Memory {
     },
 }
 
+impl Memory {
+    /// Bytes.
+    pub fn len(&self) -> u64 {
+        let (Memory::Memfd { len, .. } | Memory::Process { len, .. }) = self;
+        *len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
 /// See [`Call::Publish`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Publish {

@@ -114,6 +114,8 @@ impl Daemon {
                 lanes_per_peer: config.lanes_per_peer,
                 copy_threads: config.copy_threads,
                 checksum: config.checksum,
+                max_regions: config.limits.regions,
+                max_region_bytes: config.limits.registered_bytes,
                 tls: tls
                     .as_ref()
                     .filter(|_| config.encrypt_lanes)

@@ -173,6 +173,12 @@ impl Driver {
                 home,
                 answered,
             } => self.attach(session, number, envelope, rank, home, answered),
+            SessionEvent::Registering {
+                session,
+                region,
+                len,
+                answer,
+            } => drop(answer.send(self.broker.check_region(session, region, len))),
             SessionEvent::Registered {
                 session,
                 number,

@@ -36,21 +36,22 @@ pub fn raise(config: &Config) -> Result<(), TooFew> {
         tracing::warn!(
             allowed,
             needed,
-            "fewer files may be open than limits.connections, limits.ranks and limits.peers can need: raise RLIMIT_NOFILE \
+            "fewer files may be open than limits.connections, limits.regions and limits.peers can need: raise RLIMIT_NOFILE \
              (LimitNOFILE= of a systemd unit), or lower them"
         );
     }
     Ok(())
 }
 
-/// A connection and a region for each engine's rank, and for each peer its channel and its lanes both ways, with a
-/// wake-up each.
+/// Engines' connections, each with its process, their regions, and for each peer its channel and its lanes both ways, with
+/// a wake-up each.
 fn needed(config: &Config) -> u64 {
     let limits = &config.limits;
     let per_peer = config.lanes_per_peer.saturating_mul(4).saturating_add(1);
     let sum = limits
         .connections
-        .saturating_add(limits.ranks)
+        .saturating_mul(2)
+        .saturating_add(limits.regions)
         .saturating_add(limits.peers.saturating_mul(per_peer));
     u64::try_from(sum).unwrap_or(u64::MAX).saturating_add(LEAST)
 }
@@ -64,10 +65,10 @@ mod tests {
     fn what_is_needed_follows_the_configuration() {
         let mut config = Config::default();
         config.limits.connections = 10;
-        config.limits.ranks = 5;
+        config.limits.regions = 5;
         config.limits.peers = 2;
         config.lanes_per_peer = 3;
-        assert_eq!(needed(&config), 10 + 5 + 2 * 13 + LEAST);
+        assert_eq!(needed(&config), 2 * 10 + 5 + 2 * 13 + LEAST);
         config.limits.peers = usize::MAX;
         assert_eq!(needed(&config), u64::MAX, "no overflow");
     }

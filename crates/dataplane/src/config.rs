@@ -27,6 +27,10 @@ pub struct Config {
     pub hello: Duration,
     /// Most connections that have not shown their token; the oldest gives way.
     pub max_unproven: usize,
+    /// Most regions, of all owners together.
+    pub max_regions: usize,
+    /// Most bytes of all regions together.
+    pub max_region_bytes: u64,
     /// Encrypts lanes.
     pub tls: Option<LaneTls>,
 }
@@ -104,6 +108,8 @@ impl Default for Config {
             patience: Duration::from_secs(15),
             hello: Duration::from_secs(5),
             max_unproven: 256,
+            max_regions: 16 << 10,
+            max_region_bytes: 16 << 40,
             tls: None,
         }
     }

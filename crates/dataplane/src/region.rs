@@ -2,8 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use kvferry_handshake::Code;
 use rustix::fs::{FileType, OFlags, SealFlags, fcntl_get_seals, fcntl_getfl, fstat, fstatfs};
@@ -64,8 +63,10 @@ pub(crate) enum Piece<'r> {
 }
 
 /// All regions.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Regions {
+    most: usize,
+    most_bytes: u64,
     table: Mutex<Table>,
     pub(crate) prefault: Prefault,
 }
@@ -74,6 +75,31 @@ pub(crate) struct Regions {
 struct Table {
     last: u64,
     regions: HashMap<RegionKey, Arc<Region>>,
+    /// Regions and bytes that there are, or that are being mapped.
+    taken: usize,
+    taken_bytes: u64,
+}
+
+/// Room for a region. Given back when dropped, unless it was used.
+struct Room<'r> {
+    regions: &'r Regions,
+    len: u64,
+    used: bool,
+}
+
+impl Drop for Room<'_> {
+    fn drop(&mut self) {
+        if !self.used {
+            self.regions.table().give_back(self.len);
+        }
+    }
+}
+
+impl Table {
+    fn give_back(&mut self, len: u64) {
+        self.taken -= 1;
+        self.taken_bytes -= len;
+    }
 }
 
 impl RegisterError {
@@ -158,6 +184,47 @@ impl Region {
 }
 
 impl Regions {
+    pub(crate) fn new(most: usize, most_bytes: u64) -> Regions {
+        Regions {
+            most,
+            most_bytes,
+            table: Mutex::default(),
+            prefault: Prefault::default(),
+        }
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Room for a region, before it is mapped.
+    fn room(&self, len: u64) -> Result<Room<'_>, RegisterError> {
+        let mut table = self.table();
+        let over = |message| Err(RegisterError::new(Code::OverLimit, message));
+        if table.taken >= self.most {
+            return over(format!(
+                "regions: {} are registered with this daemon already, the most it takes (limits.regions); unregister some, or \
+                 raise it",
+                table.taken
+            ));
+        }
+        let bytes = table.taken_bytes.checked_add(len);
+        let Some(bytes) = bytes.filter(|bytes| *bytes <= self.most_bytes) else {
+            return over(format!(
+                "len {len}: {} bytes are registered with this daemon already, and it takes {} (limits.registered_bytes); \
+                 unregister some, or raise it",
+                table.taken_bytes, self.most_bytes
+            ));
+        };
+        table.taken += 1;
+        table.taken_bytes = bytes;
+        Ok(Room {
+            regions: self,
+            len,
+            used: false,
+        })
+    }
+
     pub(crate) fn map_memfd(
         &self,
         owner: u64,
@@ -166,6 +233,7 @@ impl Regions {
         len: u64,
     ) -> Result<RegionKey, RegisterError> {
         let identity = check_memfd(&fd, offset, len)?;
+        let room = self.room(len)?;
         let mapping = Mapping::new(&fd, offset, len).map_err(|error| {
             let message = format!(
                 "mapping {len} bytes at offset {offset} of the memfd failed: {error}; see the daemon's address-space limit \
@@ -173,16 +241,13 @@ impl Regions {
             );
             RegisterError::new(Code::OverLimit, message)
         })?;
-        self.add(Region {
-            owner,
-            len,
-            memory: Memory::Mapped {
-                mapping,
-                _fd: fd,
-                identity,
-                offset,
-            },
-        })
+        let memory = Memory::Mapped {
+            mapping,
+            _fd: fd,
+            identity,
+            offset,
+        };
+        self.add(room, Region { owner, len, memory })
     }
 
     pub(crate) fn map_process(
@@ -193,15 +258,14 @@ impl Regions {
         len: u64,
     ) -> Result<RegionKey, RegisterError> {
         probe::reachable(&process, address, len)?;
-        self.add(Region {
-            owner,
-            len,
-            memory: Memory::Process { process, address },
-        })
+        let room = self.room(len)?;
+        let memory = Memory::Process { process, address };
+        self.add(room, Region { owner, len, memory })
     }
 
-    fn add(&self, region: Region) -> Result<RegionKey, RegisterError> {
-        let mut table = self.table.lock().unwrap_or_else(|e| e.into_inner());
+    fn add(&self, mut room: Room<'_>, region: Region) -> Result<RegionKey, RegisterError> {
+        // Parameters are dropped after what is declared here: the table is unlocked before `room` gives back.
+        let mut table = self.table();
         let of_owner = || table.regions.values().filter(|other| other.owner == region.owner);
         if of_owner().count() >= MAX_REGIONS {
             let message = format!(
@@ -226,16 +290,19 @@ impl Regions {
         let region = Arc::new(region);
         self.prefault.add(&region);
         table.regions.insert(key, region);
+        room.used = true;
         Ok(key)
     }
 
     pub(crate) fn release(&self, key: RegionKey) {
-        let region = self
-            .table
-            .lock()
-            .unwrap_or_else(|e| e.into_inner())
-            .regions
-            .remove(&key);
+        let region = {
+            let mut table = self.table();
+            let region = table.regions.remove(&key);
+            if let Some(region) = &region {
+                table.give_back(region.len);
+            }
+            region
+        };
         // Unmapping what was touched takes the kernel up to 200 ms a GiB: neither under the lock nor in the time of
         // the caller, who serves everybody. Where no thread can be had, it is done here.
         if let Some(region) = region.filter(|region| region.len > UNMAPPED_AT_ONCE) {
@@ -245,17 +312,12 @@ impl Regions {
     }
 
     pub(crate) fn get(&self, key: RegionKey) -> Option<Arc<Region>> {
-        self.table
-            .lock()
-            .unwrap_or_else(|e| e.into_inner())
-            .regions
-            .get(&key)
-            .cloned()
+        self.table().regions.get(&key).cloned()
     }
 
     /// Number of regions and their bytes.
     pub(crate) fn count(&self) -> (u64, u64) {
-        let table = self.table.lock().unwrap_or_else(|e| e.into_inner());
+        let table = self.table();
         let count = u64::try_from(table.regions.len()).unwrap_or(u64::MAX);
         (count, table.regions.values().map(|region| region.len).sum())
     }

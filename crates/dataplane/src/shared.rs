@@ -38,9 +38,9 @@ impl Shared {
         // Asks and epochs grow over restarts too, as far as the clock does.
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Shared {
+            regions: Regions::new(config.max_regions, config.max_region_bytes),
             config,
             address,
-            regions: Regions::default(),
             jobs,
             threads: Threads::default(),
             bell: Bell::default(),

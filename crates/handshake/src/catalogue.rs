@@ -246,6 +246,11 @@ codes! {
         trigger: "A memfd or range shorter than the last row of the last page.",
         fix: "Allocate at least the named number of bytes, or correct pool_pages and strides.",
     }
+    RegionTooLarge = "region_too_large", Attach, No {
+        means: "The memory is longer than the envelope says the region is.",
+        trigger: "A length beyond the last row of the last page, rounded up to 2 MiB (a huge page).",
+        fix: "Register no more than the named number of bytes, or correct pool_pages and strides.",
+    }
     RegionOutOfBounds = "region_out_of_bounds", Attach, No {
         means: "The range given lies outside the memory handed over.",
         trigger: "Offset plus length beyond the end of the memfd, or an address range that is not mapped.",

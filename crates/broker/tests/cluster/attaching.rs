@@ -267,7 +267,11 @@ fn regions_that_do_not_fit_are_let_go() {
     let call = cluster.register(rank, 0, needed - 1);
     assert_eq!(cluster.refusal(rank, call), Code::RegionTooSmall);
     assert_eq!(cluster.nodes[0].data.memory.len(), 2);
-    let call = cluster.register(rank, 0, needed);
+    let most = needed.next_multiple_of(2 << 20);
+    let call = cluster.register(rank, 0, most + 1);
+    assert_eq!(cluster.refusal(rank, call), Code::RegionTooLarge);
+    assert_eq!(cluster.nodes[0].data.memory.len(), 2);
+    let call = cluster.register(rank, 0, most);
     assert!(cluster.answer_to(rank, call).is_ok());
 }
 

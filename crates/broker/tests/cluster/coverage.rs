@@ -59,6 +59,7 @@ const NOT_BY_CHANCE: &[Code] = &[
     Code::ProtocolViolation,
     Code::RankUnknown,
     Code::RegionRegistered,
+    Code::RegionTooLarge,
     Code::RegionTooSmall,
     Code::RegionUnknown,
     Code::StaleGeneration,

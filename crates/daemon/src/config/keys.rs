@@ -305,6 +305,26 @@ pub(super) const KEYS: &[Key] = &[
         show: |config| Some(config.limits.ranks.to_string()),
     },
     Key {
+        name: "limits.regions",
+        kind: Kind::Integer,
+        doc: "Registered regions of all engines. Each takes a mapping (the system's vm.max_map_count bounds them) and an open \
+              file; one rank registers at most 4096.",
+        example: "",
+        set: |config, value| integer(value, 1, 1 << 20).map(|most| config.limits.regions = most),
+        show: |config| Some(config.limits.regions.to_string()),
+    },
+    Key {
+        name: "limits.registered_bytes",
+        kind: Kind::Integer,
+        doc: "Bytes of the registered regions of all engines. It bounds address space, not memory: that is the engines'. But \
+              the system charges pages of a memfd to whoever touches them first, and where an engine did not, that is the \
+              daemon: have engines touch their pools (SealedMemory::allocate does, and so does kvferry engine), or give the \
+              daemon's cgroup no memory limit below this.",
+        example: "",
+        set: |config, value| integer(value, 1, 1 << 46).map(|most| config.limits.registered_bytes = most),
+        show: |config| Some(config.limits.registered_bytes.to_string()),
+    },
+    Key {
         name: "limits.transfers_per_rank",
         kind: Kind::Integer,
         doc: "Open publishes and fetches of one rank.",

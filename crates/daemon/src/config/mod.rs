@@ -106,6 +106,10 @@ pub struct Limits {
     pub connections_per_user: usize,
     /// Attached ranks.
     pub ranks: usize,
+    /// Registered regions.
+    pub regions: usize,
+    /// Bytes of all registered regions.
+    pub registered_bytes: u64,
     /// Open publishes and fetches of one rank.
     pub transfers_per_rank: usize,
     /// Page-list entries of one publish or fetch.
@@ -159,6 +163,8 @@ impl Default for Limits {
             connections: 4096,
             connections_per_user: 2048,
             ranks: 256,
+            regions: 16 << 10,
+            registered_bytes: 16 << 40,
             transfers_per_rank: 4096,
             pages_per_transfer: 1 << 20,
             pages: 64 << 20,

@@ -49,6 +49,13 @@ pub(crate) enum SessionEvent {
         /// Dropped once it is answered: the next call counts on it.
         answered: oneshot::Sender<()>,
     },
+    /// It is about to register memory. Whether that fits is answered; where it does not, nothing is mapped.
+    Registering {
+        session: SessionId,
+        region: u16,
+        len: u64,
+        answer: oneshot::Sender<Result<(), Fault>>,
+    },
     /// It registered memory, which is mapped.
     Registered {
         session: SessionId,
@@ -320,6 +327,7 @@ impl Session<'_> {
                 format!("region {region} cannot be registered: attach first"),
             ));
         }
+        self.fits(region, memory.len()).await?;
         let owner = self.seat.session.0;
         let plane = self.reception.plane.clone();
         let kind = |message: String| Err(Fault::new(Code::RegionKind, message));
@@ -369,6 +377,19 @@ impl Session<'_> {
         }
     }
 
+    /// Whether a region is one of the rank's, and of a length that its envelope bears out.
+    async fn fits(&self, region: u16, len: u64) -> Result<(), Fault> {
+        let (answer, answered) = oneshot::channel();
+        self.tell(SessionEvent::Registering {
+            session: self.seat.session,
+            region,
+            len,
+            answer,
+        })
+        .await?;
+        answered.await.unwrap_or_else(|_| Err(shutting_down()))
+    }
+
     fn refuse(&self, number: u64, fault: Fault) {
         self.reception.metrics.refused(fault.code);
         self.seat.answer(number, Err(fault));
@@ -376,7 +397,7 @@ impl Session<'_> {
 
     async fn tell(&self, event: SessionEvent) -> Result<(), Fault> {
         let told = self.reception.driver.send(event).await;
-        told.map_err(|_| Fault::new(Code::Shutdown, "the daemon is shutting down"))
+        told.map_err(|_| shutting_down())
     }
 
     async fn read(&mut self) -> Result<Frame, Option<Fault>> {
@@ -396,6 +417,10 @@ impl Session<'_> {
     async fn part(&mut self, why: &Fault) {
         let _ = tokio::time::timeout(PARTING_PATIENCE, self.send(&Response::Hello(Err(why.clone())))).await;
     }
+}
+
+fn shutting_down() -> Fault {
+    Fault::new(Code::Shutdown, "the daemon is shutting down")
 }
 
 /// Until an attach is answered; for ever where there is none.

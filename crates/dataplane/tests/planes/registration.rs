@@ -122,6 +122,39 @@ fn an_owner_has_a_bounded_number_of_regions() {
 }
 
 #[test]
+fn all_owners_together_have_a_bounded_number_of_regions_and_bytes() {
+    let config = Config {
+        max_regions: 3,
+        max_region_bytes: 8 * PAGE,
+        ..Config::default()
+    };
+    let plane = DataPlane::start(config, Arc::new(|_| {})).unwrap();
+    let (ours, _theirs) = UnixStream::pair().unwrap();
+    let process = Arc::new(EngineProcess::of(&ours).unwrap());
+    let bytes = vec![1u8; 8 * PAGE as usize];
+    let of_process = |len| plane.map_process(9, Arc::clone(&process), bytes.as_ptr().addr() as u64, len);
+    let of_memfd = |owner, pages| plane.map_memfd(owner, sealed(pages * PAGE), 0, pages * PAGE);
+    let first = of_memfd(1, 6).unwrap();
+    let says = ["limits.registered_bytes", "24576", "32768"];
+    refused(of_memfd(2, 3), Code::OverLimit, &says);
+    refused(of_process(3 * PAGE), Code::OverLimit, &says);
+    let second = of_memfd(2, 1).unwrap();
+    let third = of_process(PAGE).unwrap();
+    let says = ["limits.regions", "3 are registered"];
+    refused(of_memfd(3, 1), Code::OverLimit, &says);
+    // What is refused for another reason, or let go, takes no room.
+    plane.release(second);
+    for _ in 0..8 {
+        refused(of_process(PAGE), Code::RegionOverlap, &[]);
+        refused(of_memfd(3, 0), Code::RegionOutOfBounds, &[]);
+    }
+    of_memfd(3, 1).unwrap();
+    plane.release(first);
+    plane.release(third);
+    of_memfd(4, 7).unwrap();
+}
+
+#[test]
 fn ranges_outside_the_memfd_are_named_with_both_values() {
     let plane = plane();
     let wrong: [(u64, u64, &[&str]); 5] = [
