@@ -40,6 +40,7 @@ mod link;
 mod memory;
 mod rank;
 mod socket;
+mod tracer;
 mod transfer;
 
 pub use client::Client;

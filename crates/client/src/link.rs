@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kvferry_control::{Call, Request, Response, Welcome};
+use kvferry_control::{Call, Memory, Request, Response, Welcome};
 use kvferry_handshake::{Code, encode};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{broadcast, mpsc, watch};
@@ -14,6 +14,7 @@ use tokio::sync::{broadcast, mpsc, watch};
 use crate::backoff::Backoff;
 use crate::calls::{Attachment, Command, Pending, Region, TransferKey};
 use crate::socket::{self, HELLO_PATIENCE, Socket};
+use crate::tracer::Named;
 use crate::transfer::{Failed, TransferState};
 use crate::{ClientError, Fault, Notice};
 
@@ -115,6 +116,7 @@ impl Link {
                 stream,
                 reader,
                 writer,
+                ..
             } = socket;
             let queued = writer.queued();
             let late = self.restore.as_ref().and_then(Restore::late);
@@ -360,6 +362,17 @@ impl Link {
 
     fn send(&mut self, socket: &mut Socket, call: Call, fd: Option<OwnedFd>, pending: Pending) {
         let number = self.expect_answer(pending);
+        let of_process = matches!(
+            &call,
+            Call::Register {
+                memory: Memory::Process { .. },
+                ..
+            }
+        );
+        if of_process && socket.named.is_none() {
+            // It probes the memory when it hears of it.
+            socket.named = Named::new(&socket.stream);
+        }
         let pushed = encode(&Request::Call { number, call })
             .map_err(kvferry_control::FrameError::from)
             .and_then(|payload| socket.writer.push(payload, fd));

@@ -11,6 +11,7 @@ use kvferry_handshake::{Code, decode, encode};
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
+use crate::tracer::Named;
 use crate::{ClientError, Fault};
 
 /// A daemon that accepts but does not answer `Hello` for so long counts as away.
@@ -23,6 +24,8 @@ pub(crate) struct Socket {
     pub(crate) stream: UnixStream,
     pub(crate) reader: FrameReader,
     pub(crate) writer: FrameWriter,
+    /// Once memory of this process is registered here: the daemon may reach it.
+    pub(crate) named: Option<Named>,
 }
 
 impl Socket {
@@ -53,6 +56,7 @@ async fn greet(path: &Path) -> io::Result<Result<(Socket, Welcome), Fault>> {
         stream: UnixStream::connect(path).await?,
         reader: FrameReader::new(MAX_FRAME),
         writer: FrameWriter::new(),
+        named: None,
     };
     let hello = encode(&Request::Hello(VERSIONS)).map_err(io::Error::other)?;
     socket.writer.push(hello, None).map_err(io::Error::other)?;

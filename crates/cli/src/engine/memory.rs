@@ -28,10 +28,14 @@ pub(crate) enum MemoryKind {
 }
 
 impl PoolMemory {
-    /// Zeroed memory.
+    /// Zeroed memory. Its pages are this process's, whoever writes them first.
     pub(crate) fn allocate(kind: MemoryKind, name: &str, len: u64) -> anyhow::Result<PoolMemory> {
         match kind {
-            MemoryKind::Memfd => Ok(PoolMemory::Memfd(SealedMemory::create(name, len)?)),
+            MemoryKind::Memfd => {
+                let memfd = SealedMemory::create(name, len)?;
+                memfd.allocate()?;
+                Ok(PoolMemory::Memfd(memfd))
+            }
             MemoryKind::Process => {
                 let len = usize::try_from(len).context("the region does not fit into the address space")?;
                 let mut bytes = Vec::new();

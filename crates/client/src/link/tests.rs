@@ -7,6 +7,7 @@ use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
 
 use super::*;
+use crate::tracer;
 use crate::{Client, FetchRequest, PublishRequest, Rank, SealedMemory, TransferId};
 
 /// A daemon that says what the test has it say.
@@ -270,6 +271,40 @@ async fn while_a_daemon_that_is_back_takes_back_what_it_had_calls_are_refused() 
         panic!("{call:?}");
     };
     assert_eq!(publish.generations, [(3, 3), (5, 9)]);
+}
+
+/// Here the daemon is this very process. No other test registers memory of a process.
+#[tokio::test]
+async fn a_daemon_is_named_before_it_hears_of_process_memory_and_again_when_it_is_back() {
+    let own = rustix::process::getpid();
+    let daemon = Daemon::new();
+    let (rank, stream) = daemon.rank().await;
+    register(&rank, &stream, &[0]).await;
+    assert_eq!(tracer::naming(own), 0, "a memfd needs no name");
+    let memory = vec![0u8; 64];
+    let (address, len) = (memory.as_ptr().addr() as u64, 64);
+    let registering = rank.register(1, crate::RegionMemory::Process { address, len });
+    let hearing = async {
+        let heard = accept(&stream).await;
+        (heard, tracer::naming(own))
+    };
+    let (registered, (heard, named)) = tokio::join!(registering, hearing);
+    registered.unwrap();
+    assert!(is_register(&heard, 1), "{heard:?}");
+    assert_eq!(named, 1);
+    let mut notices = rank.notices();
+    drop(stream);
+    assert_eq!(notices.next().await, Some(Notice::DaemonLost));
+    let stream = daemon.greet().await;
+    assert_eq!(
+        tracer::naming(own),
+        0,
+        "the connection is gone, and its daemon may be"
+    );
+    assert!(is_attach(&accept(&stream).await));
+    assert!(is_register(&accept(&stream).await, 0));
+    assert!(is_register(&call(&stream).await.1, 1));
+    assert_eq!(tracer::naming(own), 1);
 }
 
 #[tokio::test]
