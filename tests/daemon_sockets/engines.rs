@@ -29,11 +29,11 @@ async fn memory_that_is_no_sealed_memfd_is_refused_and_nothing_is_left() {
     };
     assert_eq!(code(rank.register(0, pipe).await.unwrap_err()), Code::RegionKind);
     let unsealed = rustix::fs::memfd_create("unsealed", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-    rustix::fs::ftruncate(&unsealed, 1 << 24).unwrap();
+    rustix::fs::ftruncate(&unsealed, 1 << 20).unwrap();
     let unsealed = RegionMemory::Memfd {
         fd: unsealed,
         offset: 0,
-        len: 1 << 24,
+        len: 1 << 20,
     };
     assert_eq!(
         code(rank.register(0, unsealed).await.unwrap_err()),
