@@ -13,7 +13,7 @@ use kvferry_control::{
 use kvferry_handshake::{Code, Versions, decode, encode, frame};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
-use crate::rig::{Engine, Node, PATIENCE, envelope, soon};
+use crate::rig::{Engine, MEMORY, Node, PATIENCE, envelope, soon};
 
 /// A client that says what it likes.
 struct Raw {
@@ -214,10 +214,13 @@ async fn fds_that_do_not_belong_are_closed_and_named() {
     let node = Node::start(&[]);
     let socket = node.socket();
     let register = |memory| Call::Register { region: 0, memory };
-    let memfd = Memory::Memfd { offset: 0, len: 4096 };
+    let memfd = Memory::Memfd {
+        offset: 0,
+        len: MEMORY,
+    };
     let process = Memory::Process {
         address: 4096,
-        len: 4096,
+        len: MEMORY,
     };
     blocking(move || {
         // The pipe's reading end sees its end once the daemon has closed every copy of the writing end.
@@ -283,7 +286,10 @@ async fn calls_that_do_not_wait_for_answers_take_effect_in_order() {
                 call: Call::Unregister { region: 0 },
             });
         }
-        let memory = Memory::Memfd { offset: 0, len: 4096 };
+        let memory = Memory::Memfd {
+            offset: 0,
+            len: MEMORY,
+        };
         raw.say(&Request::Call {
             number: 5,
             call: Call::Register { region: 0, memory },

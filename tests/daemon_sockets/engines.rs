@@ -7,7 +7,7 @@ use kvferry_client::{Client, ClientError, Event, Notice, RegionMemory, SealedMem
 use kvferry_handshake::Code;
 
 use crate::process::Program;
-use crate::rig::{Engine, Node, envelope, soon, split};
+use crate::rig::{Engine, MEMORY, Node, envelope, soon, split};
 
 fn code(error: ClientError) -> Code {
     match error {
@@ -25,15 +25,15 @@ async fn memory_that_is_no_sealed_memfd_is_refused_and_nothing_is_left() {
     let pipe = RegionMemory::Memfd {
         fd: reading.into(),
         offset: 0,
-        len: 1 << 20,
+        len: MEMORY,
     };
     assert_eq!(code(rank.register(0, pipe).await.unwrap_err()), Code::RegionKind);
     let unsealed = rustix::fs::memfd_create("unsealed", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-    rustix::fs::ftruncate(&unsealed, 1 << 20).unwrap();
+    rustix::fs::ftruncate(&unsealed, MEMORY).unwrap();
     let unsealed = RegionMemory::Memfd {
         fd: unsealed,
         offset: 0,
-        len: 1 << 20,
+        len: MEMORY,
     };
     assert_eq!(
         code(rank.register(0, unsealed).await.unwrap_err()),
@@ -44,7 +44,7 @@ async fn memory_that_is_no_sealed_memfd_is_refused_and_nothing_is_left() {
         code(rank.register(0, short.region().unwrap()).await.unwrap_err()),
         Code::RegionTooSmall
     );
-    let beyond = short.region_of(0, 1 << 20).unwrap();
+    let beyond = short.region_of(0, MEMORY).unwrap();
     assert_eq!(
         code(rank.register(0, beyond).await.unwrap_err()),
         Code::RegionOutOfBounds
@@ -167,7 +167,7 @@ async fn memory_of_the_process_is_accepted() {
     let node = Node::start(&[]);
     let client = Client::connect(node.socket()).await.unwrap();
     let rank = client.attach(envelope("e"), 0, None).await.unwrap();
-    let memory = vec![0u8; 16 << 20];
+    let memory = vec![0u8; usize::try_from(MEMORY).unwrap()];
     let region = RegionMemory::Process {
         address: memory.as_ptr().addr() as u64,
         len: memory.len() as u64,

@@ -132,7 +132,7 @@ const WIDTH: u32 = 512;
 const ROW: u64 = (HEADS * WIDTH * 2) as u64;
 /// Bytes of one page in one part of one layer.
 const PAGE: u64 = ROW * PAGE_SIZE as u64;
-const MEMORY: u64 = PAGE * POOL as u64 * (LAYERS * 2) as u64;
+pub(crate) const MEMORY: u64 = PAGE * POOL as u64 * (LAYERS * 2) as u64;
 
 /// An engine with one rank: K and V of three layers, fp16, in one region.
 pub(crate) fn envelope(engine: &str) -> Envelope {
@@ -234,13 +234,13 @@ impl Engine {
         let client = soon("connecting", Client::connect(socket.as_ref()))
             .await
             .unwrap();
+        let end = envelope.region_bytes(rank)[&0];
         let rank = soon("attaching", client.attach(envelope, rank, home))
             .await
             .unwrap();
         let memory = SealedMemory::create("pool", MEMORY).unwrap();
-        soon("registering", rank.register(0, memory.region().unwrap()))
-            .await
-            .unwrap();
+        let region = memory.region_of(0, end).unwrap();
+        soon("registering", rank.register(0, region)).await.unwrap();
         Engine { rank, memory }
     }
 

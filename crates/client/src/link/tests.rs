@@ -281,7 +281,7 @@ async fn a_daemon_is_named_before_it_hears_of_process_memory_and_again_when_it_i
     let (rank, stream) = daemon.rank().await;
     register(&rank, &stream, &[0]).await;
     assert_eq!(tracer::naming(own), 0, "a memfd needs no name");
-    let memory = vec![0u8; 64];
+    let memory = [0u8; 64];
     let (address, len) = (memory.as_ptr().addr() as u64, 64);
     let registering = rank.register(1, crate::RegionMemory::Process { address, len });
     let hearing = async {
