@@ -139,6 +139,15 @@ pub enum Output {
     },
     /// A publish or fetch ended, on this side, for one rank: one log line, and metrics.
     Record(Record),
+    /// A peer said what no honest daemon says, as often as it likes: one line, of which more of the kind are only counted.
+    Violation {
+        /// Who.
+        peer: PeerAddress,
+        /// Which kind.
+        kind: &'static str,
+        /// What.
+        what: String,
+    },
 }
 
 /// What the data plane is to do.

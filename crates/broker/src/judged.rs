@@ -8,7 +8,7 @@ use kvferry_plan::{LinkPlan, judge};
 
 use crate::Broker;
 use crate::ended::Memory;
-use crate::io::{Micros, PeerAddress};
+use crate::io::{Micros, Output, PeerAddress};
 use crate::peer::{Body, EngineId, LinkAnswer};
 use crate::stated::Stated;
 
@@ -29,6 +29,8 @@ pub(crate) struct Judgement {
 #[derive(Debug)]
 pub(crate) struct Judgements {
     known: Memory<(EngineId, EngineId), Arc<Judgement>>,
+    /// Pairs of whose refusal the prefill engine was told: once, however often peers have it judged or say that it failed.
+    told: Memory<(EngineId, EngineId), ()>,
 }
 
 impl Judgement {
@@ -67,6 +69,7 @@ impl Judgements {
     pub(crate) fn new(most: usize) -> Judgements {
         Judgements {
             known: Memory::new(most),
+            told: Memory::new(most),
         }
     }
 
@@ -75,15 +78,17 @@ impl Judgements {
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.known.len()
+        self.known.len() + self.told.len()
     }
 
     pub(crate) fn expire(&mut self, now: Micros) {
         self.known.expire(now);
+        self.told.expire(now);
     }
 
     pub(crate) fn next_expiry(&self) -> Option<Micros> {
-        self.known.next_expiry()
+        let due = [self.known.next_expiry(), self.told.next_expiry()];
+        due.into_iter().flatten().min()
     }
 
     pub(crate) fn of_engine(&self, engine: &EngineId) -> Vec<(String, Outcome)> {
@@ -172,8 +177,14 @@ impl Broker {
         Ok(Some(judged))
     }
 
-    /// Tells rank 0 of the prefill engine, which is attached at its home.
+    /// Tells rank 0 of the prefill engine, which is attached at its home, unless it was told of this pair.
     fn tell_refused(&mut self, engine: &EngineId, decode: &EngineId, verdict: Box<Verdict>) {
+        let pair = (engine.clone(), decode.clone());
+        if self.judgements.told.get(&pair).is_some() {
+            return;
+        }
+        let until = self.now + self.config.deadline_us * REMEMBERED;
+        self.judgements.told.put(pair, (), until);
         for life in self.ranks.of_engine(engine) {
             let Some(rank) = self.ranks.live(life).filter(|rank| rank.rank == 0) else {
                 continue;
@@ -206,12 +217,32 @@ impl Broker {
         let ours = ours.envelope.clone();
         let policy = self.config.policy.stricter(policy);
         if let Err(cause) = self.judgement(engine, &ours, &decode, policy, Some(envelope)) {
-            tracing::warn!(peer = %peer.0, code = %cause.code, "a peer offered an invalid envelope");
+            self.emit(Output::Violation {
+                peer: peer.clone(),
+                kind: "a peer offered an envelope that is not used",
+                what: cause.to_string(),
+            });
         }
     }
 
     /// As the home: the decode side, or another rank's daemon, refuses the pair.
-    pub(crate) fn on_link_failed(&mut self, engine: &EngineId, decode: &EngineId, verdict: Box<Verdict>) {
+    pub(crate) fn on_link_failed(
+        &mut self,
+        peer: PeerAddress,
+        engine: &EngineId,
+        decode: &EngineId,
+        verdict: Box<Verdict>,
+    ) {
+        // An honest daemon has a reason, and an engine that is told of a refusal is to learn it.
+        if verdict.allows() || verdict.mismatches.is_empty() {
+            let word = crate::links::outcome_word(verdict.outcome);
+            let what = format!("a link is said to have failed with a verdict that names no reason ({word})");
+            return self.emit(Output::Violation {
+                peer,
+                kind: "a peer broke the daemons' protocol; the message was dropped",
+                what,
+            });
+        }
         // Only what was asked for: nobody can flood an engine with refusals of strangers.
         if self.judgements.get(engine, decode).is_some() {
             self.tell_refused(engine, decode, verdict);

@@ -4,7 +4,7 @@ use kvferry_control::Fault;
 use kvferry_handshake::Code;
 
 use crate::Broker;
-use crate::io::PeerAddress;
+use crate::io::{Output, PeerAddress};
 use crate::peer::{Body, PeerMessage};
 use crate::ranks::RankLife;
 
@@ -59,8 +59,11 @@ impl Broker {
             return;
         }
         if let Err(beyond) = message.check_bounds() {
-            tracing::warn!(peer = %peer.0, %beyond, "a message beyond its bounds was dropped");
-            return;
+            return self.emit(Output::Violation {
+                peer,
+                kind: "a peer's message beyond its bounds was dropped",
+                what: beyond.to_string(),
+            });
         }
         self.dispatch(peer, incarnation, message.body);
     }
@@ -120,7 +123,7 @@ impl Broker {
                 engine,
                 decode,
                 verdict,
-            } => self.on_link_failed(&engine, &decode, verdict),
+            } => self.on_link_failed(peer, &engine, &decode, verdict),
             Body::Announce(announce) => self.on_announce(&peer, incarnation, announce),
             Body::Ask { fetch, ranks, serial } => self.on_ask(&peer, incarnation, fetch, &ranks, serial),
             Body::PartState {

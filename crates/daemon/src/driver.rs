@@ -420,6 +420,11 @@ impl Driver {
                     self.unseat(session);
                 }
             }
+            Output::Violation { peer, kind, what } => {
+                if self.reception.floods.admit(kind, None) {
+                    tracing::warn!(peer = %peer.0, what = %record::printable(&what), "{kind}");
+                }
+            }
             Output::Record(ended) => {
                 self.metrics.ended(&ended);
                 record::log(&ended);

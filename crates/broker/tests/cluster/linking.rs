@@ -2,9 +2,9 @@
 
 use std::sync::{Arc, Mutex};
 
-use kvferry_broker::{Body, PartState, Stated};
+use kvferry_broker::{Body, EngineId, PartState, Stated};
 use kvferry_control::Event;
-use kvferry_handshake::{Code, Envelope, Policy, Ready, Role};
+use kvferry_handshake::{Code, Envelope, Policy, Ready, Role, Verdict};
 
 use crate::engines::{id, tokens};
 use crate::geometry::envelope;
@@ -556,4 +556,93 @@ fn a_rank_that_stayed_is_found_in_its_engines_next_life() {
         "{:?}",
         cluster.codes_of(d, &transfer)
     );
+}
+
+/// The pair that was linked, as node 1 named it.
+fn linked(cluster: &mut Cluster) -> (EngineId, EngineId) {
+    let asked = count(cluster, |body| matches!(body, Body::LinkOffer { .. }));
+    let (p, d) = pair(cluster, &[0, 1], &[2]);
+    cluster.publish_all(p, &id("a", 0), 9);
+    cluster.fetch_all(d, p, &id("a", 0), 9);
+    cluster.run_for(MOMENT);
+    let asked = asked.lock().unwrap();
+    match asked.first() {
+        Some(Body::LinkOffer { engine, decode, .. }) => (engine.clone(), decode.clone()),
+        _ => panic!("the pair is offered to the other prefill rank's daemon"),
+    }
+}
+
+#[test]
+fn a_refusal_by_a_peer_is_told_once_and_only_if_it_is_one() {
+    let mut cluster = Cluster::new(1, 3);
+    let (engine, decode) = linked(&mut cluster);
+    let rank = cluster.ranks_of(0)[0];
+    let told = |cluster: &Cluster| cluster.events_like(rank, |event| matches!(event, Event::Refused { .. }));
+    let refusal = misfit_verdict();
+    let mut said = |verdict: Verdict| {
+        let message = kvferry_broker::PeerMessage {
+            to: 0,
+            body: Body::LinkFailed {
+                engine: engine.clone(),
+                decode: decode.clone(),
+                verdict: Box::new(verdict),
+            },
+        };
+        let peer = cluster.nodes[2].address.clone();
+        let incarnation = cluster.nodes[2].life;
+        let input = kvferry_broker::Input::Peer {
+            peer,
+            incarnation,
+            message,
+        };
+        cluster.input(0, input);
+        (told(&cluster), cluster.violations.len())
+    };
+    let allowing = Verdict {
+        outcome: kvferry_handshake::Outcome::Compatible,
+        ..refusal.clone()
+    };
+    let without_reason = Verdict {
+        mismatches: Vec::new(),
+        ..refusal.clone()
+    };
+    assert_eq!(said(allowing), (0, 1), "a failure that allows the pair is none");
+    assert_eq!(said(without_reason), (0, 2), "nor is one without a reason");
+    assert_eq!(said(refusal.clone()), (1, 2), "what is wrong before hides no refusal");
+    for _ in 0..100 {
+        assert_eq!(said(refusal.clone()), (1, 2), "told once");
+    }
+}
+
+#[test]
+fn a_pair_that_is_judged_anew_is_told_once() {
+    let mut cluster = Cluster::new(1, 3);
+    let (p, d) = misfits(&mut cluster);
+    let asked = count(&mut cluster, |body| matches!(body, Body::LinkOpen { .. }));
+    cluster.fetch_all(d, p, &id("a", 0), 9);
+    cluster.run_for(MOMENT);
+    let body = asked.lock().unwrap().first().cloned().expect("the link is asked for");
+    let rank = cluster.ranks_of(p)[0];
+    for round in 0..10u32 {
+        let mut body = body.clone();
+        if let Body::LinkOpen { envelope, .. } = &mut body {
+            let mut other = Envelope::clone(envelope.as_ref().expect("the first question has it"));
+            other.identity.model = format!("model {round}");
+            *envelope = Some(Stated::new(other));
+        }
+        let input = kvferry_broker::Input::Peer {
+            peer: cluster.nodes[2].address.clone(),
+            incarnation: cluster.nodes[2].life,
+            message: kvferry_broker::PeerMessage { to: 0, body },
+        };
+        cluster.input(0, input);
+    }
+    assert_eq!(cluster.events_like(rank, refused_with(Code::Model)), 1);
+}
+
+fn misfit_verdict() -> Verdict {
+    let prefill = envelope("p", Role::Prefill, 2, 0);
+    let mut decode = envelope("d", Role::Decode, 1, 0);
+    decode.identity.model = "another".to_owned();
+    kvferry_handshake::compare(&prefill, &decode, kvferry_handshake::Policy::Strict)
 }

@@ -138,6 +138,8 @@ pub(crate) struct Cluster {
     pub(crate) unattached: Vec<usize>,
     /// Messages to a node that was down.
     pub(crate) to_the_dead: u64,
+    /// What peers said that they must not: (who noticed, kind).
+    pub(crate) violations: Vec<(usize, &'static str)>,
     /// What broker messages were sent, by kind.
     pub(crate) said: BTreeMap<String, u64>,
     /// Changes messages on their way, from the node named; false loses them.
@@ -185,6 +187,7 @@ impl Cluster {
             due: Vec::new(),
             unattached: Vec::new(),
             to_the_dead: 0,
+            violations: Vec::new(),
             said: BTreeMap::new(),
             tamper: None,
             registers: true,
@@ -376,6 +379,7 @@ impl Cluster {
                 }
                 Output::Release { key } => self.released(node, key),
                 Output::Record(record) => self.recorded(node, record),
+                Output::Violation { kind, .. } => self.violations.push((node, kind)),
             }
         }
     }
