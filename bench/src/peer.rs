@@ -75,7 +75,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         Event::ToPeer { message, .. } => say(&said, &Say::Lane(message)),
         Event::Failed { message, .. } => say(&said, &Say::Failed(message)),
         Event::Closed { .. } => say(&said, &Say::Done),
-        Event::Progress { .. } | Event::Alive { .. } | Event::Complete { .. } => {}
+        Event::Progress { .. } | Event::Alive { .. } | Event::Complete { .. } | Event::Trouble { .. } => {}
     };
     let config = Config {
         checksum: options.checksum,

@@ -21,6 +21,8 @@ pub(crate) struct Program {
     pub(crate) advertised: String,
     /// `host:port` of its metrics, if it has them.
     pub(crate) metrics: String,
+    /// `host:port` of its data port.
+    data: String,
 }
 
 impl Program {
@@ -45,15 +47,17 @@ impl Program {
         let ready = lines.find_map(|line| {
             let line: serde_json::Value = serde_json::from_str(&line.unwrap()).unwrap();
             let told = |key: &str| line[key].as_str().unwrap().to_owned();
-            (line["message"] == "kvferryd is ready").then(|| (told("advertised"), told("metrics")))
+            (line["message"] == "kvferryd is ready")
+                .then(|| (told("advertised"), told("metrics"), told("data")))
         });
-        let (advertised, metrics) = ready.expect("it ended before it was ready");
+        let (advertised, metrics, data) = ready.expect("it ended before it was ready");
         let log = std::thread::spawn(move || lines.map_while(Result::ok).collect());
         Program {
             child,
             log: Some(log),
             advertised,
             metrics,
+            data,
         }
     }
 
@@ -167,6 +171,10 @@ async fn what_anyone_can_cause_as_often_as_they_like_is_logged_once() {
         let mut engine = std::os::unix::net::UnixStream::connect(&socket).unwrap();
         engine.write_all(&[4, 0, 0, 0, 9, 9, 9, 9]).unwrap();
         let _ = engine.read_to_end(&mut Vec::new());
+        let mut lane = std::net::TcpStream::connect(&program.data).unwrap();
+        lane.write_all(b"KVFLANE1").unwrap();
+        lane.write_all(&[7; 40]).unwrap();
+        let _ = lane.read_to_end(&mut Vec::new());
     }
     program.signal(Signal::TERM);
     let log = program.log().await;
@@ -174,6 +182,7 @@ async fn what_anyone_can_cause_as_often_as_they_like_is_logged_once() {
     for what in [
         "a peer's connection is refused",
         "a connection ended before it greeted",
+        "a token at the data port was not good",
     ] {
         // The first, and counts of the others, which come seldom.
         assert!((1..=10).contains(&lines(what)), "{what}: {} lines", lines(what));

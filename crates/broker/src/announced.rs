@@ -6,22 +6,20 @@ mod ends;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use kvferry_control::{Fault, TransferId};
+use kvferry_control::{Fault, Side, TransferId};
 use kvferry_handshake::{Code, Envelope, TokenRange};
 use kvferry_plan::ChunkMap;
 
 use crate::Broker;
+use crate::cause::{Cause, Place};
 use crate::ended::Memory;
-use crate::faults;
 use crate::io::{JobId, Micros, PeerAddress};
 use crate::pages::Held;
 use crate::peer::{Body, EngineId, FetchState, PartState};
+use crate::progress::ALIVE_FOR;
 use crate::publishes::PublishKey;
 use crate::ranks::RankLife;
 use crate::timers::Timer;
-
-/// What the data plane said to be alive is so for some while.
-const ALIVE_FOR: Micros = 500_000;
 
 /// One decode rank's fetch at one prefill rank here.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -55,7 +53,11 @@ pub(crate) struct Part {
     /// The decode rank said that it has everything.
     delivered: bool,
     /// When the fetch's daemon last spoke of it.
-    heard: Micros,
+    pub(crate) heard: Micros,
+    /// When bytes of it last left, or it was announced.
+    pub(crate) moved: Micros,
+    /// Bytes of all prefill ranks that had landed there when last heard.
+    pub(crate) landed: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +82,7 @@ pub(crate) struct Announced {
     waiting: BTreeMap<PublishKey, BTreeSet<PartKey>>,
     per_peer: BTreeMap<PeerAddress, usize>,
     /// Why parts failed, for daemons that ask or announce again.
-    ended: Memory<PartKey, Fault>,
+    ended: Memory<PartKey, Cause>,
 }
 
 impl Announced {
@@ -119,7 +121,7 @@ impl Announced {
     }
 
     /// The parts of one fetch.
-    fn of_fetch(&self, peer: &PeerAddress, incarnation: u64, fetch: u64) -> Vec<PartKey> {
+    pub(crate) fn of_fetch(&self, peer: &PeerAddress, incarnation: u64, fetch: u64) -> Vec<PartKey> {
         let first = PartKey {
             peer: peer.clone(),
             incarnation,
@@ -283,7 +285,7 @@ impl Broker {
                     Code::Deadline,
                     format!("{} no longer speaks of the fetch", key.peer.0),
                 );
-                return self.part_failed_here(key, &cause);
+                return self.part_failed_here(key, &cause.into());
             }
             Stage::Waiting | Stage::Bound => {}
         }
@@ -294,7 +296,7 @@ impl Broker {
     }
 
     pub(crate) fn on_ask_fetch(&mut self, peer: &PeerAddress, incarnation: u64, fetch: u64) {
-        let state = self.fetches.state(fetch);
+        let state = self.fetches.state(fetch, self.now);
         self.say(peer, incarnation, Body::FetchState { fetch, state });
     }
 
@@ -307,20 +309,24 @@ impl Broker {
     ) {
         for key in self.announced.of_fetch(peer, incarnation, fetch) {
             match state {
-                FetchState::Open => {
-                    if let Some(part) = self.announced.get_mut(&key) {
-                        part.heard = self.now;
-                    }
-                }
+                FetchState::Open { landed, moving } => self.fetch_moves_there(&key, *landed, *moving),
                 FetchState::Delivered => self.part_delivered(&key),
                 FetchState::Withdrawn => self.withdraw_part(&key),
                 FetchState::Failed(cause) => {
-                    let cause = faults::from_peer(cause.clone(), &peer.0);
+                    let cause = cause.clone().of(|| {
+                        let part = self.announced.get(&key);
+                        Place {
+                            side: Side::Fetch,
+                            rank: part.map_or(0, |part| part.decode_rank),
+                            engine: part.map_or_else(String::new, |part| part.decode.name.clone()),
+                            daemon: peer.0.to_string(),
+                        }
+                    });
                     self.fetch_failed_there(&key, &cause);
                 }
                 FetchState::Unknown => {
                     let cause = Fault::new(Code::TransferUnknown, format!("{} forgot the fetch", peer.0));
-                    self.fetch_failed_there(&key, &cause);
+                    self.fetch_failed_there(&key, &cause.into());
                 }
             }
         }

@@ -18,6 +18,7 @@ use crate::publishes::Publishes;
 use crate::ranks::Ranks;
 use crate::seats::Directory;
 use crate::siblings::EngineEnds;
+use crate::standing::Troubles;
 use crate::timers::{Timer, Timers};
 
 /// The state machine.
@@ -45,6 +46,7 @@ pub struct Broker {
     pub(crate) jobs: Jobs,
     pub(crate) forgone: Forgone,
     pub(crate) engine_ends: EngineEnds,
+    pub(crate) troubles: Troubles,
 }
 
 impl Broker {
@@ -71,6 +73,7 @@ impl Broker {
             jobs: Jobs::default(),
             forgone: Forgone::new(limits.declines),
             engine_ends: EngineEnds::new(limits.ended),
+            troubles: Troubles::default(),
             config,
         }
     }

@@ -45,18 +45,10 @@ impl Broker {
 
     fn abort(&mut self, session: SessionId, transfer: &TransferId) -> Result<(), Fault> {
         check_id(transfer)?;
-        let (life, rank) = self.attached(session)?;
-        let cause = Fault::new(
-            Code::Aborted,
-            format!(
-                "aborted by rank {} of engine {} at {}",
-                rank.rank,
-                rank.envelope.identity.engine,
-                self.own().0
-            ),
-        );
+        let (life, _) = self.attached(session)?;
+        let cause = Fault::new(Code::Aborted, "aborted by its engine");
         let fetched = self.abort_fetch(life, transfer, &cause);
-        let published = self.abort_publish(life, transfer, &cause);
+        let published = self.abort_publish(life, transfer, &cause.clone().into());
         if !fetched && !published {
             return Err(Fault::new(
                 Code::TransferUnknown,

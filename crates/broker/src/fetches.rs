@@ -13,20 +13,20 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use kvferry_control::{Fault, TransferId};
-use kvferry_handshake::{Code, PageLists, TokenRange};
+use kvferry_handshake::{PageLists, TokenRange};
 
 use crate::Broker;
+use crate::cause::{Cause, Standing};
 use crate::ended::Memory;
 use crate::io::{JobId, Micros};
 use crate::links::{LinkKey, Terms};
 use crate::pages::Held;
 use crate::peer::FetchState;
-use crate::progress::stuck_at;
+use crate::progress::{ALIVE_FOR, stuck_at};
 use crate::ranks::RankLife;
 use crate::regions::Regions;
 use crate::reports::Tallies;
 use crate::siblings::{Attempts, of_id};
-use crate::standing::Stood;
 use crate::timers::Timer;
 use crate::wanted::{Heard, Wanted};
 use crate::written::{Writes, Written};
@@ -66,7 +66,7 @@ pub(crate) struct Fetch {
     waits: Option<Fault>,
     tallies: Tallies,
     /// Set when it begins to fail.
-    stood: Option<Stood>,
+    stood: Option<Standing>,
 }
 
 #[derive(Debug)]
@@ -83,7 +83,7 @@ pub(crate) enum Stage {
 
 #[derive(Debug)]
 pub(crate) enum Goal {
-    Fail(Fault),
+    Fail(Cause),
     /// A prefill rank has another life: find it again.
     Relink,
 }
@@ -189,10 +189,13 @@ impl Fetches {
     }
 
     /// How a fetch stands, as its prefill ranks' daemons ask.
-    pub(crate) fn state(&self, number: u64) -> FetchState {
+    pub(crate) fn state(&self, number: u64, now: Micros) -> FetchState {
         match self.open.get(&number) {
             Some(fetch) => match &fetch.stage {
-                Stage::Behind | Stage::Linking | Stage::Moving => FetchState::Open,
+                Stage::Behind | Stage::Linking | Stage::Moving => FetchState::Open {
+                    landed: fetch.most,
+                    moving: fetch.alive > 0 && now <= fetch.alive + ALIVE_FOR,
+                },
                 Stage::Ending(Goal::Fail(cause)) => FetchState::Failed(cause.clone()),
                 Stage::Ending(Goal::Relink) => FetchState::Withdrawn,
             },
@@ -238,10 +241,9 @@ impl Broker {
             self.ask_parts(number);
             return self.watch_fetch(number);
         }
-        let seconds = deadline / 1_000_000;
         let cause = match &fetch.waits {
             Some(cause) if matches!(fetch.stage, Stage::Linking) => cause.clone(),
-            _ => Fault::new(Code::Deadline, format!("nothing went forward for {seconds} s")),
+            _ => self.stuck(),
         };
         self.fail_fetch(number, cause);
     }

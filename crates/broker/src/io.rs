@@ -256,6 +256,13 @@ pub enum DataEvent {
         /// What was done.
         tally: Tally,
     },
+    /// Something went wrong with a peer's lanes; jobs go on as long as others carry, or they can be opened again.
+    Trouble {
+        /// Who.
+        peer: PeerAddress,
+        /// What.
+        what: String,
+    },
 }
 
 /// What a job did.

@@ -90,6 +90,7 @@ impl Broker {
             DataEvent::Complete { job } => self.job_complete(job),
             DataEvent::Failed { job, cause } => self.job_failed(job, &cause),
             DataEvent::Closed { job, tally } => self.job_closed(job, tally),
+            DataEvent::Trouble { peer, what } => self.note_trouble(&peer, what),
         }
     }
 
@@ -159,7 +160,7 @@ impl Broker {
             self.fail_fetch(number, cause.clone());
         }
         if let Some(key) = part {
-            self.fail_part(&key, cause.clone());
+            self.fail_part(&key, cause.clone().into());
         }
     }
 
@@ -181,7 +182,7 @@ impl Broker {
         if let Some(key) = &job.part {
             self.part_job_closed(key, &job, &tally);
             if unasked {
-                self.fail_part(key, cause);
+                self.fail_part(key, cause.into());
             }
         }
     }

@@ -7,8 +7,8 @@
 use kvferry_control::{Fault, TransferId};
 
 use crate::Broker;
+use crate::cause::Cause;
 use crate::ended::Memory;
-use crate::faults::remembered;
 use crate::fetches::check_id;
 use crate::io::{Micros, PeerAddress, SessionId};
 use crate::peer::{Body, EngineId};
@@ -19,7 +19,7 @@ use crate::source::{parse_address, parse_source};
 /// their fetch failed.
 #[derive(Debug)]
 pub(crate) struct Forgone {
-    by: Memory<(PublishKey, EngineId), Option<Fault>>,
+    by: Memory<(PublishKey, EngineId), Option<Cause>>,
 }
 
 impl Forgone {
@@ -29,7 +29,7 @@ impl Forgone {
         }
     }
 
-    pub(crate) fn take(&mut self, key: &PublishKey) -> Vec<(EngineId, Option<Fault>)> {
+    pub(crate) fn take(&mut self, key: &PublishKey) -> Vec<(EngineId, Option<Cause>)> {
         let first = (key.clone(), EngineId::default());
         let of = self.by.range(first).take_while(|((of, _), _)| of == key);
         let keys: Vec<_> = of.map(|(key, _)| key.clone()).collect();
@@ -38,10 +38,10 @@ impl Forgone {
             .collect()
     }
 
-    pub(crate) fn put(&mut self, key: &PublishKey, engine: EngineId, why: Option<&Fault>, until: Micros) {
+    pub(crate) fn put(&mut self, key: &PublishKey, engine: EngineId, why: Option<&Cause>, until: Micros) {
         let key = (key.clone(), engine);
         if self.by.get(&key).is_none() {
-            self.by.put(key, why.map(remembered), until);
+            self.by.put(key, why.map(Cause::remembered), until);
         }
     }
 

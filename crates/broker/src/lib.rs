@@ -10,8 +10,8 @@
 //! - links: `links` and `links/answers` (the decode side), `judged` (the prefill side);
 //! - the decode side of a transfer: `fetches`, and `wanted` for its part at each prefill rank;
 //! - the prefill side: `publishes`, `announced` for each fetch that came, `servings` for each engine served, `leases`;
-//! - what both use: `jobs` (of the data plane), `timers`, `ended` (bounded memories), `pages` (a budget), `written` (pages that fetches write), `standing` and
-//!   `faults` (causes), `stated` (envelopes on their way), `peers`, `peer` and `wire` (what daemons say).
+//! - what both use: `jobs` (of the data plane), `timers`, `ended` (bounded memories), `pages` (a budget), `written` (pages that fetches write), `cause`, `standing`
+//!   and `faults` (why transfers fail), `stated` (envelopes on their way), `peers`, `peer` and `wire` (what daemons say).
 //!
 //! A fetch whose engine, or one of its ranks, is not attached yet waits for it until its deadline; everything else
 //! that an engine may rely on is in `docs/transfers.md`.
@@ -20,6 +20,7 @@
 mod announced;
 mod broker;
 mod calls;
+mod cause;
 mod config;
 mod disagreement;
 mod ended;
@@ -51,6 +52,7 @@ mod wire;
 mod written;
 
 pub use broker::Broker;
+pub use cause::{Arose, Cause, Place, Standing};
 pub use config::{Config, Limits};
 pub use io::{
     DataCommand, DataEvent, Input, JobId, Micros, Output, PeerAddress, Record, RegionKey, SessionId, Tally,

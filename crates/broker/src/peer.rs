@@ -11,6 +11,7 @@ use kvferry_control::{Fault, Side, TransferId};
 use kvferry_handshake::{PageLists, Policy, Ready, TokenRange, Verdict};
 use serde::{Deserialize, Serialize};
 
+use crate::cause::Cause;
 use crate::stated::Stated;
 
 /// A message from broker to broker.
@@ -247,7 +248,7 @@ pub struct SiblingFailure {
     /// The rank that failed.
     pub rank: u32,
     /// Why.
-    pub cause: Fault,
+    pub cause: Cause,
 }
 
 /// See [`Body::LinkAnswer`].
@@ -326,7 +327,7 @@ pub enum PartState {
         metadata: Option<Vec<u8>>,
     },
     /// It failed.
-    Failed(Fault),
+    Failed(Cause),
 }
 
 /// Where a decode rank's fetch stands.
@@ -335,11 +336,16 @@ pub enum FetchState {
     /// It is forgotten.
     Unknown,
     /// Under way.
-    Open,
+    Open {
+        /// Bytes that landed so far, of all prefill ranks.
+        landed: u64,
+        /// More are under way.
+        moving: bool,
+    },
     /// Ended well: everything is there and fenced.
     Delivered,
     /// It failed.
-    Failed(Fault),
+    Failed(Cause),
     /// It was taken back to be announced anew.
     Withdrawn,
 }

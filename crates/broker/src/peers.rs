@@ -7,6 +7,7 @@ use crate::Broker;
 use crate::io::{Output, PeerAddress};
 use crate::peer::{Body, PeerMessage};
 use crate::ranks::RankLife;
+use crate::wire::OutOfBounds;
 
 impl Broker {
     pub(crate) fn peer_up(&mut self, peer: PeerAddress, incarnation: u64) {
@@ -34,6 +35,7 @@ impl Broker {
     /// Everything that is under way with the peer fails; engines stay.
     fn lose_peer(&mut self, peer: &PeerAddress, cause: &Fault) {
         self.given_up = Some(peer.clone());
+        self.troubles.forget(peer);
         self.lose_home(peer, cause);
         self.lose_seats(peer);
         self.lose_links(peer, cause);
@@ -59,6 +61,11 @@ impl Broker {
             return;
         }
         if let Err(beyond) = message.check_bounds() {
+            self.note_trouble(
+                &peer,
+                format!("a message beyond its bounds was dropped: {beyond}"),
+            );
+            self.beyond_bounds(&peer, incarnation, &message.body, &beyond);
             return self.emit(Output::Violation {
                 peer,
                 kind: "a peer's message beyond its bounds was dropped",
@@ -66,6 +73,28 @@ impl Broker {
             });
         }
         self.dispatch(peer, incarnation, message.body);
+    }
+
+    /// What was said of a transfer is not known: it would only wait for its deadline.
+    fn beyond_bounds(&mut self, peer: &PeerAddress, incarnation: u64, body: &Body, beyond: &OutOfBounds) {
+        let cause = Fault::new(
+            Code::ProtocolViolation,
+            format!("{} said what is beyond any bounds: {beyond}", peer.0),
+        );
+        match body {
+            Body::PartState { fetch, rank, .. } => {
+                let part = self.fetches.get(*fetch).and_then(|fetch| fetch.parts.get(rank));
+                if part.is_some_and(|part| part.seat.peer == *peer && part.seat.incarnation == incarnation) {
+                    self.fail_fetch(*fetch, cause);
+                }
+            }
+            Body::FetchState { fetch, .. } => {
+                for key in self.announced.of_fetch(peer, incarnation, *fetch) {
+                    self.fail_part(&key, cause.clone().into());
+                }
+            }
+            _ => {}
+        }
     }
 
     fn dispatch(&mut self, peer: PeerAddress, incarnation: u64, body: Body) {

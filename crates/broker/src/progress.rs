@@ -13,6 +13,9 @@ use crate::wanted::Wanted;
 /// Least time between two progress events of one transfer.
 const PROGRESS_EVERY: Micros = 250_000;
 
+/// What the data plane said to be alive is so for some while.
+pub(crate) const ALIVE_FOR: Micros = 500_000;
+
 /// What only moves inside its chunks, or waits its turn, is taken for alive for so many deadlines at most after the last
 /// whole chunk: lanes that break again and again before a chunk is through must not keep a transfer for ever.
 pub(crate) const DEADLINES_ALIVE: Micros = 32;
@@ -56,6 +59,33 @@ impl Broker {
         }
     }
 
+    /// The decode side's daemon says how far the fetch is: bytes of other prefill ranks keep it going, too.
+    pub(crate) fn fetch_moves_there(&mut self, key: &PartKey, landed: u64, moving: bool) {
+        let now = self.now;
+        let Some(part) = self.announced.get_mut(key) else {
+            return;
+        };
+        part.heard = now;
+        let more = landed > part.landed;
+        part.landed = part.landed.max(landed);
+        let (publish_key, decode) = (part.publish_key(key), part.decode.clone());
+        let Some(publish) = self.publishes.get_mut(&publish_key) else {
+            return;
+        };
+        if let Some(serving) = publish
+            .servings
+            .get_mut(&decode)
+            .filter(|serving| serving.takes(key))
+        {
+            if more {
+                serving.progress = now;
+            }
+            if moving {
+                serving.alive = now;
+            }
+        }
+    }
+
     /// Bytes of one part landed.
     pub(crate) fn fetch_moved(&mut self, number: u64, rank: u32, bytes: u64) {
         let now = self.now;
@@ -65,6 +95,9 @@ impl Broker {
         let Some(part) = fetch.parts.get_mut(&rank) else {
             return;
         };
+        if bytes > part.bytes {
+            part.moved = now;
+        }
         part.bytes = bytes;
         let landed = fetch.parts.values().map(|part| part.bytes).sum();
         if bytes == 0 {
@@ -109,6 +142,7 @@ impl Broker {
             return;
         };
         part.bytes = bytes;
+        part.moved = now;
         let (publish_key, decode) = (part.publish_key(key), part.decode.clone());
         let Some(publish) = self.publishes.get_mut(&publish_key) else {
             return;

@@ -13,6 +13,7 @@ use kvferry_handshake::{Code, Ready};
 
 use crate::Broker;
 use crate::announced::PartKey;
+use crate::cause::{Cause, Standing};
 use crate::ended::Memory;
 use crate::faults;
 use crate::fetches::check_id;
@@ -24,7 +25,6 @@ use crate::regions::Regions;
 use crate::reports::Tallies;
 use crate::servings::Serving;
 use crate::siblings::{Attempts, of_id};
-use crate::standing::Stood;
 use crate::timers::Timer;
 
 use checks::{check_extends, check_growth, check_lists, check_small, normal};
@@ -51,9 +51,9 @@ pub(crate) struct Publish {
     called: Micros,
     pub(crate) lease_until: Micros,
     /// Set when nothing more begins; `Some(None)`: it ends well.
-    ending: Option<Option<Fault>>,
-    /// Where it stood then, if it fails.
-    pub(crate) stood: Option<Stood>,
+    ending: Option<Option<Cause>>,
+    /// Where it stood when the first that it served failed; then when it ended, if it fails.
+    pub(crate) stood: Option<Standing>,
 }
 
 #[derive(Debug)]
@@ -61,7 +61,7 @@ pub(crate) struct Publishes {
     open: BTreeMap<PublishKey, Publish>,
     pub(crate) attempts: Attempts,
     /// How they ended, for fetches that come late.
-    ended: Memory<PublishKey, Option<Fault>>,
+    ended: Memory<PublishKey, Option<Cause>>,
 }
 
 impl Publishes {
@@ -98,7 +98,7 @@ impl Publishes {
         self.open.get_mut(key)
     }
 
-    pub(crate) fn ended(&self, key: &PublishKey) -> Option<&Option<Fault>> {
+    pub(crate) fn ended(&self, key: &PublishKey) -> Option<&Option<Cause>> {
         match self.open.get(key) {
             Some(publish) => publish.ending.as_ref(),
             None => self.ended.get(key),
@@ -230,7 +230,7 @@ impl Broker {
             let key = (life, call.transfer.clone());
             if let Some(ended) = self.publishes.ended(&key) {
                 return Err(match ended {
-                    Some(cause) => cause.clone(),
+                    Some(cause) => cause.told(),
                     None => Fault::new(
                         Code::TransferExists,
                         format!(
@@ -240,7 +240,8 @@ impl Broker {
                     ),
                 });
             }
-            self.check_siblings(life, Side::Publish, &call.transfer)?;
+            self.check_siblings(life, Side::Publish, &call.transfer)
+                .map_err(|cause| cause.told())?;
             return Err(Fault::new(
                 Code::PagesInvalid,
                 "the first publish of a transfer must give the page lists",
@@ -257,7 +258,8 @@ impl Broker {
         self.publishes
             .attempts
             .check(life, &call.transfer, open.chain(above))?;
-        self.check_siblings(life, Side::Publish, &call.transfer)?;
+        self.check_siblings(life, Side::Publish, &call.transfer)
+            .map_err(|cause| cause.told())?;
         self.check_room(life)?;
         let pages = self.pages.take(pages)?;
         let now = self.now;
@@ -298,6 +300,7 @@ impl Broker {
             Code::Superseded,
             format!("attempt {} took its place", transfer.attempt),
         );
+        let cause = Cause::from(cause);
         for transfer in older {
             self.fail_publish(&(*life, transfer), &cause, true);
         }
@@ -329,9 +332,9 @@ impl Broker {
         };
         if publish.next_deadline(deadline).is_some() {
             for engine in publish.stalled(now, deadline) {
-                let seconds = deadline / 1_000_000;
-                let cause = Fault::new(Code::Deadline, format!("nothing went forward for {seconds} s"));
-                self.fail_serving(key, &engine, &cause, None);
+                let cause = self.stuck().into();
+                let stands = self.publish_at(key);
+                self.fail_serving(key, &engine, &cause, None, stands);
             }
         } else if publish.lease_until <= now {
             let served = publish.servings.len();
@@ -339,12 +342,12 @@ impl Broker {
                 Code::LeaseExpired,
                 format!("{served} of {} decode engines came in time", publish.serves),
             );
-            self.fail_publish(key, &cause, true);
+            self.fail_publish(key, &cause.into(), true);
         }
         self.watch_publish(key);
     }
 
-    pub(crate) fn abort_publish(&mut self, life: RankLife, transfer: &TransferId, cause: &Fault) -> bool {
+    pub(crate) fn abort_publish(&mut self, life: RankLife, transfer: &TransferId, cause: &Cause) -> bool {
         let key = (life, transfer.clone());
         if self.publishes.get(&key).is_none() {
             return false;
@@ -354,45 +357,45 @@ impl Broker {
     }
 
     /// Another rank of the engine failed.
-    pub(crate) fn publish_failed_elsewhere(&mut self, life: RankLife, transfer: &TransferId, cause: &Fault) {
-        self.end_publish(&(life, transfer.clone()), Some(cause.clone()), false);
+    pub(crate) fn publish_failed_elsewhere(&mut self, life: RankLife, transfer: &TransferId, cause: &Cause) {
+        self.fail_publish(&(life, transfer.clone()), cause, false);
     }
 
     pub(crate) fn end_publishes_of(&mut self, life: RankLife, cause: &Fault) {
+        let cause = Cause::from(cause.clone());
         let keys: Vec<PublishKey> = self.publishes.keys_of(life).cloned().collect();
         for key in keys {
-            self.fail_publish(&key, cause, true);
+            self.fail_publish(&key, &cause, true);
         }
     }
 
     pub(crate) fn end_all_publishes(&mut self) {
         let keys: Vec<PublishKey> = self.publishes.open.keys().cloned().collect();
         for key in keys {
-            self.fail_publish(&key, &faults::shutting_down(), true);
+            self.fail_publish(&key, &faults::shutting_down().into(), true);
         }
     }
 
     /// Fails a publish with all that it serves. `spread`: the engine's other ranks are to be told.
-    pub(crate) fn fail_publish(&mut self, key: &PublishKey, cause: &Fault, spread: bool) {
-        if let Some(publish) = self.publishes.get(key) {
-            let cause = faults::in_phase(cause, || self.publish_stands(publish));
-            self.end_publish(key, Some(cause), spread);
+    pub(crate) fn fail_publish(&mut self, key: &PublishKey, cause: &Cause, spread: bool) {
+        if let Some(publish) = self.publishes.get_mut(key) {
+            publish.stood = None;
         }
+        self.end_publish(key, Some(cause.clone()), spread);
     }
 
-    /// Ends a publish, well or with a cause that says where it stood.
-    pub(crate) fn end_publish(&mut self, key: &PublishKey, cause: Option<Fault>, spread: bool) {
-        let stood = match (&cause, self.publishes.get(key)) {
-            (Some(cause), Some(publish)) => {
-                // As it was when the first that it served failed, if it fails because of that.
-                let then = publish.stood.clone().filter(|stood| stood.is_told_by(cause));
-                Some(then.unwrap_or_else(|| publish.stood(self.under_way(publish))))
-            }
-            _ => None,
+    /// Ends a publish, well or with a cause.
+    pub(crate) fn end_publish(&mut self, key: &PublishKey, cause: Option<Cause>, spread: bool) {
+        let Some((place, stood)) = self.publish_at(key) else {
+            return;
         };
         let Some(publish) = self.publishes.get_mut(key) else {
             return;
         };
+        // If it fails because of one that it served, as it was then.
+        let stood = publish.stood.take().unwrap_or(stood);
+        let cause = cause.map(|cause| cause.at(&place, Some(&stood)));
+        let stood = cause.is_some().then_some(stood);
         publish.ending = Some(cause.clone());
         publish.stood = stood;
         let parts = publish.parts.clone();
@@ -421,13 +424,17 @@ impl Broker {
         let (life, transfer) = key.clone();
         let cause = publish.ending.flatten();
         let until = self.remember_until();
-        let kept = cause.as_ref().map(faults::remembered);
+        let kept = cause.as_ref().map(Cause::remembered);
         self.publishes.ended.put(key.clone(), kept, until);
         self.publishes.attempts.put(life, &transfer, until);
         let report = publish.tallies.report(publish.called, publish.met, self.now);
-        let cause = cause.map(|cause| match &publish.stood {
-            Some(stood) => stood.at_end(cause, publish.tallies.bytes(), None),
-            None => cause,
+        let place = self.place(life, Side::Publish);
+        let cause = cause.map(|cause| {
+            let stood = Standing {
+                bytes: publish.tallies.bytes(),
+                ..publish.stood.unwrap_or_default()
+            };
+            cause.told_to(&place, &stood)
         });
         let tokens = publish.ready.end.unwrap_or(publish.ready.tokens);
         let event = match &cause {

@@ -389,19 +389,13 @@ impl Broker {
         };
         rank.session = None;
         let was_leaving = rank.leaving.replace(Leaving::Gone).is_some();
-        let number = rank.rank;
-        let name = rank.envelope.identity.engine.clone();
         if !was_leaving {
             self.timers.cancel(&Timer::Rank(life));
             if let Some(rank) = self.ranks.get(life) {
                 let (home, body) = leave(rank, life);
                 self.say(&home, 0, body);
             }
-            let own = self.own().0.clone();
-            let cause = Fault::new(
-                Code::EngineGone,
-                format!("rank {number} of engine {name} at {own} closed its connection"),
-            );
+            let cause = Fault::new(Code::EngineGone, "the rank's connection closed");
             self.end_transfers(life, &cause);
         }
         self.settle_rank(life);
@@ -415,7 +409,7 @@ impl Broker {
     fn end_transfers(&mut self, life: RankLife, cause: &Fault) {
         self.end_fetches_of(life, cause);
         self.end_publishes_of(life, cause);
-        self.end_announced_to(life, cause);
+        self.end_announced_to(life, &cause.clone().into());
     }
 
     /// Lets go of what nothing uses any more: regions on their way out, then the rank itself.

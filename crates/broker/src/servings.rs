@@ -7,7 +7,7 @@ use kvferry_handshake::Code;
 
 use crate::Broker;
 use crate::announced::{Part, PartKey, Stage};
-use crate::faults::{for_sibling, in_phase, remembered};
+use crate::cause::{Cause, Place, Standing};
 use crate::io::{DataCommand, Micros};
 use crate::peer::EngineId;
 use crate::progress::stuck_at;
@@ -32,12 +32,12 @@ pub(crate) struct Serving {
 pub(crate) enum Outcome {
     Delivered,
     Declined,
-    Failed(Fault),
+    Failed(Cause),
 }
 
 impl Serving {
     /// Of an engine that said before that it will not fetch: because it declined, or because it failed.
-    pub(crate) fn forgone(why: Option<Fault>, now: Micros) -> Serving {
+    pub(crate) fn forgone(why: Option<Cause>, now: Micros) -> Serving {
         Serving {
             outcome: Some(why.map_or(Outcome::Declined, Outcome::Failed)),
             ..Serving::new(0, now)
@@ -55,6 +55,15 @@ impl Serving {
         }
     }
 
+    pub(crate) fn has_delivered(&self, rank: u32) -> bool {
+        self.delivered.contains(&rank)
+    }
+
+    /// Whether this fetch is one that it waits for.
+    pub(crate) fn takes(&self, key: &PartKey) -> bool {
+        self.taken.values().any(|taken| taken == key)
+    }
+
     /// The decode rank may come (again).
     pub(crate) fn untake(&mut self, rank: u32, key: &PartKey) {
         if self.taken.get(&rank) == Some(key) && !self.delivered.contains(&rank) {
@@ -65,7 +74,7 @@ impl Serving {
 
 /// Why a fetch is not served, though the publish goes on.
 enum Unserved {
-    Refused(Fault),
+    Refused(Cause),
     /// The same rank's earlier announcement is still here: it goes first.
     Replaces(PartKey),
 }
@@ -107,7 +116,7 @@ impl Publish {
 
     /// Takes a decode rank in; true for the first of its engine.
     fn take(&mut self, key: &PartKey, part: &Part, now: Micros) -> Result<bool, Unserved> {
-        let refuse = |code, what: String| Err(Unserved::Refused(Fault::new(code, what)));
+        let refuse = |code, what: String| Err(Unserved::Refused(Fault::new(code, what).into()));
         if let Some(what) = self.earlier_life(&part.decode) {
             let name = &part.decode.name;
             return refuse(
@@ -258,7 +267,7 @@ impl Broker {
             return;
         };
         if let Err(cause) = check_part(part, publish) {
-            return self.fail_part(key, cause);
+            return self.fail_part(key, cause.into());
         }
         let ready = publish.ready;
         let pages = pages_changed.then(|| publish.pages.lists.clone());
@@ -284,7 +293,7 @@ impl Broker {
     }
 
     /// A part cannot go on: its fetch fails on all ranks.
-    pub(crate) fn fail_part(&mut self, key: &PartKey, cause: Fault) {
+    pub(crate) fn fail_part(&mut self, key: &PartKey, cause: Cause) {
         let Some(part) = self.announced.get(key) else {
             return;
         };
@@ -292,28 +301,30 @@ impl Broker {
             Stage::Waiting => self.part_failed_here(key, &cause),
             Stage::Bound => {
                 let (publish_key, decode) = (part.publish_key(key), part.decode.clone());
+                let stands = self.publish_at(&publish_key);
                 self.part_failed_here(key, &cause);
-                self.fail_serving(&publish_key, &decode, &cause, Some(key));
+                self.fail_serving(&publish_key, &decode, &cause, Some(key), stands);
             }
             Stage::Ended => {}
         }
     }
 
-    /// One decode engine is not served (any more). `by`: the part that failed, which knows.
+    /// One decode engine is not served (any more). `by`: the part that failed, which knows. `stands`: how the publish stood
+    /// before that part ended.
     pub(crate) fn fail_serving(
         &mut self,
         key: &PublishKey,
         engine: &EngineId,
-        cause: &Fault,
+        cause: &Cause,
         by: Option<&PartKey>,
+        stands: Option<(Place, Standing)>,
     ) {
         // The engines that it serves besides have a whole lease to come.
         let lease_until = self.now + self.config.lease_us;
-        let Some(publish) = self.publishes.get(key) else {
+        let Some((place, standing)) = stands else {
             return;
         };
-        let cause = in_phase(cause, || self.publish_stands(publish));
-        let stood = publish.stood(self.under_way(publish));
+        let cause = cause.clone().at(&place, Some(&standing));
         let Some(publish) = self.publishes.get_mut(key) else {
             return;
         };
@@ -326,15 +337,12 @@ impl Broker {
         else {
             return;
         };
-        let rank = by.and_then(|by| serving.taken.iter().find(|(_, key)| *key == by));
-        let told = match rank {
-            Some((rank, _)) => for_sibling(&cause, *rank),
-            None => cause.clone(),
-        };
+        let one = by.is_some_and(|by| serving.takes(by));
+        let told = if one { cause.for_sibling() } else { cause.clone() };
         // The publish fails with the first, and with its mismatches.
-        let kept = if first { cause } else { remembered(&cause) };
+        let kept = if first { cause } else { cause.remembered() };
         if first {
-            publish.stood = Some(stood);
+            publish.stood = Some(standing);
         }
         serving.outcome = Some(Outcome::Failed(kept));
         publish.lease_until = publish.lease_until.max(lease_until);
@@ -416,6 +424,7 @@ impl Broker {
                     Code::Declined,
                     format!("engine {} will not fetch it", names.join(", ")),
                 )
+                .into()
             })
         });
         // The decode side's daemons tell the other ranks.

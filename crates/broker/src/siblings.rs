@@ -6,8 +6,8 @@ use kvferry_control::{Fault, Side, TransferId};
 use kvferry_handshake::Code;
 
 use crate::Broker;
+use crate::cause::{Cause, Place};
 use crate::ended::Memory;
-use crate::faults::{for_sibling, from_peer, remembered};
 use crate::io::{Micros, PeerAddress};
 use crate::peer::{Body, EngineId, SiblingFailure};
 use crate::ranks::RankLife;
@@ -15,7 +15,7 @@ use crate::ranks::RankLife;
 /// Transfers that failed on some rank: other ranks need not begin them.
 #[derive(Debug)]
 pub(crate) struct EngineEnds {
-    failed: Memory<(EngineId, Side, String), (u32, Fault)>,
+    failed: Memory<(EngineId, Side, String), (u32, Cause)>,
 }
 
 impl EngineEnds {
@@ -45,7 +45,7 @@ impl Broker {
         life: RankLife,
         side: Side,
         transfer: &TransferId,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), Cause> {
         let Some(engine) = self.ranks.get(life).and_then(|rank| rank.engine.clone()) else {
             return Ok(());
         };
@@ -57,13 +57,14 @@ impl Broker {
                     "attempt {} of {}: attempt {attempt} has ended",
                     transfer.attempt, transfer.id
                 ),
-            )),
+            )
+            .into()),
             _ => Ok(()),
         }
     }
 
     /// Tells the other ranks of this one's engine, here and elsewhere, that its side of a transfer failed.
-    pub(crate) fn fail_siblings(&mut self, life: RankLife, side: Side, transfer: &TransferId, cause: &Fault) {
+    pub(crate) fn fail_siblings(&mut self, life: RankLife, side: Side, transfer: &TransferId, cause: &Cause) {
         let Some(rank) = self.ranks.get(life) else {
             return;
         };
@@ -79,7 +80,7 @@ impl Broker {
             side,
             transfer: transfer.clone(),
             rank: number,
-            cause: for_sibling(cause, number),
+            cause: cause.for_sibling(),
         };
         let to = engine.home_incarnation;
         self.siblings_failed(&failure, Some(life));
@@ -97,7 +98,12 @@ impl Broker {
 
     pub(crate) fn on_sibling_failed(&mut self, peer: &PeerAddress, mut failure: SiblingFailure) {
         if *failure.engine.home == *peer.0 {
-            failure.cause = from_peer(failure.cause, &peer.0);
+            failure.cause = failure.cause.of(|| Place {
+                side: failure.side,
+                rank: failure.rank,
+                engine: failure.engine.name.clone(),
+                daemon: peer.0.to_string(),
+            });
             self.siblings_failed(&failure, None);
         }
     }
@@ -112,12 +118,12 @@ impl Broker {
         let attempt = failure.transfer.attempt;
         // A fetch over a refused link is refused by what is remembered of the link, which has every mismatch.
         let of_link = failure.side == Side::Fetch && failure.cause.code == Code::LinkRefused;
-        let newer = |known: &(u32, Fault)| known.0 < attempt;
+        let newer = |known: &(u32, Cause)| known.0 < attempt;
         if !of_link && self.engine_ends.failed.get(&key).is_none_or(newer) {
             let until = self.remember_until();
             self.engine_ends
                 .failed
-                .put(key, (attempt, remembered(&failure.cause)), until);
+                .put(key, (attempt, failure.cause.remembered()), until);
         }
         for life in lives {
             match failure.side {

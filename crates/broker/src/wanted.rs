@@ -3,11 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use kvferry_control::{Fault, Path};
+use kvferry_control::{Fault, Path, Side};
 use kvferry_handshake::{ABSENT, Code, Component, Envelope, PageLists, Ready, Unit};
 use kvferry_plan::ChunkMap;
 
 use crate::Broker;
+use crate::cause::Place;
 use crate::faults::{from_peer, from_plan};
 use crate::fetches::{Fetch, Goal, Stage};
 use crate::io::{DataCommand, JobId, Micros, PeerAddress};
@@ -20,6 +21,8 @@ pub(crate) struct Wanted {
     pub(crate) seat: SeatAt,
     pub(crate) total: u64,
     pub(crate) bytes: u64,
+    /// When bytes of it last landed, or it was announced.
+    pub(crate) moved: Micros,
     /// Opened here for a peer's bytes, or by the publishing side for a copy within this daemon.
     pub(crate) job: Option<JobId>,
     /// The job completed and is closed.
@@ -91,6 +94,7 @@ impl Broker {
                 seat: seat.clone(),
                 total,
                 bytes: 0,
+                moved: self.now,
                 job,
                 landed: false,
                 heard: Heard::Nothing,
@@ -272,7 +276,12 @@ impl Broker {
             PartState::Ready(ready) => self.part_ready(number, rank, ready),
             PartState::Final { end, metadata } => self.part_final(number, rank, end, metadata),
             PartState::Failed(cause) => {
-                let cause = from_peer(cause, &format!("prefill rank {rank} at {}", peer.0));
+                let cause = cause.of(|| Place {
+                    side: Side::Publish,
+                    rank,
+                    engine: fetch.link.name.clone(),
+                    daemon: peer.0.to_string(),
+                });
                 if matches!(cause.code, Code::LinkRefused | Code::VerdictsDiffer) {
                     return self.link_refused_there(number, cause);
                 }

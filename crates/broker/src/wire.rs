@@ -4,6 +4,7 @@ use kvferry_control::{Fault, MAX_METADATA, MAX_TRANSFER_ID, TransferId};
 use kvferry_handshake::limits::MAX_RANKS;
 use kvferry_handshake::{Mismatch, Verdict, WireError, decode, encode};
 
+use crate::cause::{Cause, MAX_STANDING};
 use crate::faults::{self, MAX_MESSAGE, MAX_MISMATCHES};
 use crate::peer::{Body, EngineId, FetchState, PartState, PeerMessage, SiblingFailure};
 use crate::source::{MAX_ADDRESS, MAX_ENGINE};
@@ -142,11 +143,11 @@ impl PeerMessage {
                 PartState::Final { metadata, .. } => {
                     within("metadata", metadata.as_ref().map_or(0, Vec::len), MAX_METADATA)
                 }
-                PartState::Failed(cause) => check_fault(cause),
+                PartState::Failed(cause) => check_cause(cause),
                 _ => Ok(()),
             },
             Body::FetchState { state, .. } => match state {
-                FetchState::Failed(cause) => check_fault(cause),
+                FetchState::Failed(cause) => check_cause(cause),
                 _ => Ok(()),
             },
         }
@@ -157,10 +158,10 @@ impl Body {
     /// Shortens what this side says to what the other accepts.
     pub(crate) fn clamp(&mut self) {
         match self {
-            Body::JoinRefused { cause, .. }
-            | Body::Detach { cause, .. }
-            | Body::NoLink { cause, .. }
-            | Body::Failed(SiblingFailure { cause, .. })
+            Body::JoinRefused { cause, .. } | Body::Detach { cause, .. } | Body::NoLink { cause, .. } => {
+                faults::clamp(cause);
+            }
+            Body::Failed(SiblingFailure { cause, .. })
             | Body::SiblingFailed(SiblingFailure { cause, .. })
             | Body::PartState {
                 state: PartState::Failed(cause),
@@ -169,7 +170,7 @@ impl Body {
             | Body::FetchState {
                 state: FetchState::Failed(cause),
                 ..
-            } => faults::clamp(cause),
+            } => cause.clamp(),
             Body::LinkAnswer(answer) => clamp_verdict(&mut answer.verdict),
             Body::LinkFailed { verdict, .. } => clamp_verdict(verdict),
             _ => {}
@@ -231,5 +232,21 @@ fn check_verdict(verdict: &Verdict) -> Bounds {
 fn check_failure(failure: &SiblingFailure) -> Bounds {
     check_engine(&failure.engine)?;
     check_transfer(&failure.transfer)?;
-    check_fault(&failure.cause)
+    check_cause(&failure.cause)
+}
+
+fn check_cause(cause: &Cause) -> Bounds {
+    check_fault(&cause.first)?;
+    let Some(arose) = &cause.arose else {
+        return Ok(());
+    };
+    check_name(&arose.at.engine)?;
+    within("daemon", arose.at.daemon.len(), MAX_ADDRESS)?;
+    let Some(standing) = &arose.standing else {
+        return Ok(());
+    };
+    for text in [&standing.phase, &standing.peer, &standing.trouble] {
+        within("standing", text.len(), MAX_STANDING)?;
+    }
+    Ok(())
 }

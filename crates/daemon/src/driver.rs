@@ -4,9 +4,11 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvferry_broker::{Broker, Input, Micros, Output, PeerAddress, PeerMessage, RegionKey, SessionId, Stated};
+use kvferry_broker::{
+    Broker, DataEvent, Input, Micros, Output, PeerAddress, PeerMessage, RegionKey, SessionId, Stated,
+};
 use kvferry_control::{Answer, Call, Event, Fault, Status};
-use kvferry_dataplane::DataPlane;
+use kvferry_dataplane::{DataPlane, LaneTrouble};
 use kvferry_handshake::Code;
 use tokio::sync::{mpsc, oneshot};
 
@@ -350,6 +352,18 @@ impl Driver {
     fn data(&mut self, event: kvferry_dataplane::Event) {
         match jobs::report(event) {
             jobs::Report::ToBroker(event) => self.handle(Input::Data(event)),
+            jobs::Report::Trouble(peer, kind, what) => {
+                let named = peer.as_ref().map(|peer| tracing::field::display(&peer.0));
+                // A lane that broke is opened again; causes of transfers name it where it did not help.
+                if kind == LaneTrouble::Broken {
+                    tracing::debug!(peer = named, %what, "lane trouble");
+                } else if self.reception.floods.admit(jobs::named(kind), None) {
+                    tracing::warn!(peer = named, %what, "{}", jobs::named(kind));
+                }
+                if let Some(peer) = peer {
+                    self.handle(Input::Data(DataEvent::Trouble { peer, what }));
+                }
+            }
             jobs::Report::ToPeer(peer, message) => {
                 let frame = PeerFrame::Lane(message);
                 match peers::encode(&frame) {

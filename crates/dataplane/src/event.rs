@@ -50,6 +50,16 @@ pub enum Event {
         /// What is wrong and what to do.
         message: String,
     },
+    /// A lane did not open, or broke, or somebody did at the data port what nobody may. Jobs go on as long as they can; should one
+    /// come to nothing, this may be why.
+    Trouble {
+        /// Whose lane it is; `None` where that is not known.
+        peer: Option<Arc<str>>,
+        /// Which kind.
+        kind: LaneTrouble,
+        /// What happened.
+        what: String,
+    },
     /// Fenced and forgotten: no byte lands in or leaves the job's pages any more.
     Closed {
         /// Job.
@@ -57,6 +67,19 @@ pub enum Event {
         /// What was done.
         tally: Tally,
     },
+}
+
+/// Kinds of trouble with lanes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LaneTrouble {
+    /// A connection to the data port showed a token that was not granted, was used before, or came too late.
+    Token,
+    /// The other end said what the lane's protocol does not allow, or its bytes came damaged.
+    Violation(&'static str),
+    /// This daemon had no thread, fd or memory for a lane.
+    Resources,
+    /// A connection could not be opened, or broke.
+    Broken,
 }
 
 /// What a job did.

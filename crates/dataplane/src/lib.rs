@@ -39,7 +39,7 @@ mod threads;
 mod wake;
 
 pub use config::{Config, LaneTls, StartError};
-pub use event::{Event, JobId, PeerTraffic, Tally};
+pub use event::{Event, JobId, LaneTrouble, PeerTraffic, Tally};
 pub use message::{LaneMessage, Token};
 pub use plane::DataPlane;
 pub use process::{EngineProcess, ProcessError};

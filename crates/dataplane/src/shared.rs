@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, RwLock};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Mutex, RwLock};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::jobs::Jobs;
 use crate::lane::{LaneEnd, Link, receiver, sender};
@@ -16,7 +16,10 @@ use crate::region::Regions;
 use crate::steward::Bell;
 use crate::threads::Threads;
 use crate::wake::Wake;
-use crate::{Config, Event, LaneMessage, Token};
+use crate::{Config, Event, LaneMessage, LaneTrouble, Token};
+
+/// Tokens that are not good are told at most so often.
+const ODD_TOKENS_EVERY: Duration = Duration::from_millis(250);
 
 /// What all threads share.
 #[derive(Debug)]
@@ -31,6 +34,16 @@ pub(crate) struct Shared {
     pub(crate) unproven: AtomicU64,
     peers: RwLock<HashMap<Arc<str>, Arc<Peer>>>,
     last: AtomicU64,
+    odd_tokens: Mutex<OddTokens>,
+}
+
+/// Connections that showed a token that is not good.
+#[derive(Debug, Default)]
+struct OddTokens {
+    /// When one is told again.
+    next: Option<Instant>,
+    /// Since the last one that was told.
+    unsaid: u64,
 }
 
 impl Shared {
@@ -48,6 +61,7 @@ impl Shared {
             unproven: AtomicU64::new(0),
             peers: RwLock::default(),
             last: AtomicU64::new(u64::try_from(now.as_nanos()).unwrap_or(0)),
+            odd_tokens: Mutex::default(),
         }
     }
 
@@ -186,8 +200,8 @@ impl Shared {
             Ok(wake) => Arc::new(wake),
             Err(error) => {
                 // The grant comes again when it is asked for again.
-                tracing::warn!(peer = %peer.name, %error, "no fd for a lane");
-                return;
+                let what = format!("no fd for a lane: {error}");
+                return self.trouble(Some(peer), LaneTrouble::Resources, what);
             }
         };
         let Some(opening) = peer.lanes().granted(lane, ask, epoch, &wake) else {
@@ -208,21 +222,15 @@ impl Shared {
             shared.bell.ring();
         });
         if let Err(error) = spawned {
-            tracing::warn!(peer = %peer.name, %error, "no thread for a lane");
-            self.sender_ended(
-                peer,
-                lane,
-                epoch,
-                &LaneEnd::Socket(error),
-                sender::Left::default(),
-            );
+            let end = LaneEnd::Thread(error);
+            self.sender_ended(peer, lane, epoch, &end, sender::Left::default());
         }
     }
 
     fn sender_life(&self, lane: u16, start: &sender::Start) {
         let mut left = sender::Left::default();
         let end = catch_unwind(AssertUnwindSafe(|| sender::run(&self.config, start, &mut left)));
-        let end = end.unwrap_or(LaneEnd::Violation("a defect on our side"));
+        let end = end.unwrap_or(LaneEnd::Defect);
         start.peer.outbox.lane_ended(&start.wake);
         self.sender_ended(&start.peer, lane, start.epoch, &end, left);
     }
@@ -230,6 +238,9 @@ impl Shared {
     fn sender_ended(&self, peer: &Peer, lane: u16, epoch: u64, end: &LaneEnd, left: sender::Left) {
         let orderly = matches!(end, LaneEnd::Idle) && left.unacked.is_empty();
         tracing::debug!(peer = %peer.name, lane, epoch, %end, unacked = left.unacked.len(), "sending end of a lane ended");
+        if !matches!(end, LaneEnd::Idle) {
+            self.lane_ended(peer, "to it", end);
+        }
         let now = Instant::now();
         let ended = SenderEnd {
             lane,
@@ -259,8 +270,10 @@ impl Shared {
         let wake = match Wake::new() {
             Ok(wake) => Arc::new(wake),
             Err(error) => {
-                tracing::warn!(%error, "no fd for a lane");
-                return;
+                let peers = self.peers();
+                let peer = peers.iter().find(|peer| peer.lanes().has_granted(epoch));
+                let what = format!("no fd for a lane: {error}");
+                return self.trouble(peer.map(AsRef::as_ref), LaneTrouble::Resources, what);
             }
         };
         let now = Instant::now();
@@ -270,8 +283,7 @@ impl Shared {
                 .map(|lane| (Arc::clone(&peer), lane))
         });
         let Some((peer, lane)) = found else {
-            tracing::debug!("a connection to the data port showed no token that is good");
-            return;
+            return self.odd_token(now, &socket);
         };
         let shared = Arc::clone(self);
         let start = receiver::Start {
@@ -284,7 +296,7 @@ impl Shared {
             shared.bell.ring();
         });
         if let Err(error) = spawned {
-            tracing::warn!(peer = %peer.name, %error, "no thread for a lane");
+            self.lane_ended(&peer, "from it", &LaneEnd::Thread(error));
             self.receiver_ended(&peer, lane, epoch);
         }
     }
@@ -293,10 +305,54 @@ impl Shared {
         let end = catch_unwind(AssertUnwindSafe(|| {
             receiver::run(&self.config, &self.jobs, start, Link::accepted(socket))
         }));
-        let end = end.unwrap_or(LaneEnd::Violation("a defect on our side"));
+        let end = end.unwrap_or(LaneEnd::Defect);
         tracing::debug!(peer = %start.peer.name, lane, epoch, %end, "receiving end of a lane ended");
+        // A sender closes a lane that it does not use.
+        if !matches!(end, LaneEnd::Closed) {
+            self.lane_ended(&start.peer, "from it", &end);
+        }
         // The socket is closed and the thread writes nothing any more: what is said now holds.
         self.receiver_ended(&start.peer, lane, epoch);
+    }
+
+    /// Tells why a lane ended, unless we ended it.
+    fn lane_ended(&self, peer: &Peer, way: &str, end: &LaneEnd) {
+        let kind = match end {
+            LaneEnd::Told | LaneEnd::Held(_) => return,
+            LaneEnd::Violation(what) => LaneTrouble::Violation(what),
+            LaneEnd::Thread(_) => LaneTrouble::Resources,
+            LaneEnd::Idle
+            | LaneEnd::Closed
+            | LaneEnd::Cut
+            | LaneEnd::Stalled(_)
+            | LaneEnd::Socket(_)
+            | LaneEnd::Defect => LaneTrouble::Broken,
+        };
+        self.trouble(Some(peer), kind, format!("a lane {way} ended: {end}"));
+    }
+
+    /// Whoever reaches the data port can do this as often as he likes, and what is told waits for its reader.
+    fn odd_token(&self, now: Instant, socket: &OwnedFd) {
+        let mut odd = self.odd_tokens.lock().unwrap_or_else(|e| e.into_inner());
+        if odd.next.is_some_and(|next| now < next) {
+            odd.unsaid += 1;
+            return;
+        }
+        odd.next = Some(now + ODD_TOKENS_EVERY);
+        let more = std::mem::take(&mut odd.unsaid);
+        drop(odd);
+        let from = rustix::net::getpeername(socket).ok().flatten();
+        let from = from.and_then(|from| SocketAddr::try_from(from).ok());
+        let from = from.map_or_else(|| "somewhere".to_owned(), |from| from.to_string());
+        let what = format!(
+            "a connection from {from} showed a token that is not good, or not any more; {more} before it"
+        );
+        self.trouble(None, LaneTrouble::Token, what);
+    }
+
+    fn trouble(&self, peer: Option<&Peer>, kind: LaneTrouble, what: String) {
+        let peer = peer.map(|peer| Arc::clone(&peer.name));
+        (self.jobs.sink)(Event::Trouble { peer, kind, what });
     }
 
     fn receiver_ended(&self, peer: &Peer, lane: u16, epoch: u64) {

@@ -67,6 +67,8 @@ fn fds_and_threads_come_back_and_a_lack_of_fds_is_survived() {
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!(pair.a.log.seen(send).complete, 0, "lanes were opened without fds");
     assert!(pair.a.log.seen(send).failed.is_none());
+    let what = pair.a.log.trouble(kvferry_dataplane::LaneTrouble::Resources);
+    assert!(what.contains("no fd for a lane"), "{what}");
     drop(idle);
     setrlimit(Resource::Nofile, limits).unwrap();
     pair.a.log.complete(send);

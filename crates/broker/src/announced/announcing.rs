@@ -8,6 +8,7 @@ use kvferry_plan::{ChunkMap, check_pages};
 
 use crate::Broker;
 use crate::announced::{Part, PartKey, Stage};
+use crate::cause::Cause;
 use crate::faults;
 use crate::fetches::check_id;
 use crate::io::PeerAddress;
@@ -92,21 +93,19 @@ impl Broker {
         offer: Offer,
         judged: &Judgement,
         pages: &mut Lists,
-    ) -> Result<Part, Fault> {
+    ) -> Result<Part, Cause> {
         if self.shutting_down {
-            return Err(faults::shutting_down());
+            return Err(faults::shutting_down().into());
         }
         let Some((plan, digest)) = &judged.plan else {
             return Err(Fault {
                 mismatches: judged.verdict.mismatches.clone(),
                 ..Fault::new(Code::LinkRefused, "this daemon refuses the pair of engines")
-            });
+            }
+            .into());
         };
         if *digest != announce.digest {
-            return Err(Fault::new(
-                Code::VerdictsDiffer,
-                "this daemon has another plan for the pair",
-            ));
+            return Err(Fault::new(Code::VerdictsDiffer, "this daemon has another plan for the pair").into());
         }
         let most = self.config.limits.announced_per_peer;
         if self
@@ -118,7 +117,8 @@ impl Broker {
             return Err(Fault::new(
                 Code::OverLimit,
                 format!("{most} fetches of ranks at {} wait or move here", key.peer.0),
-            ));
+            )
+            .into());
         }
         check_id(&announce.transfer)?;
         let (tokens, least) = (announce.tokens, announce.least);
@@ -129,7 +129,8 @@ impl Broker {
                     "tokens from {} to {}, at least to {least}",
                     tokens.from, tokens.to
                 ),
-            ));
+            )
+            .into());
         }
         if let Lists::Unchecked(lists) = pages {
             let lists = std::mem::take(lists);
@@ -140,8 +141,10 @@ impl Broker {
         }
         let held = match pages {
             Lists::Held(held) => held.clone(),
-            Lists::Refused(cause) => return Err(cause.clone()),
-            Lists::Unchecked(_) => return Err(Fault::new(Code::Internal, "page lists were not checked")),
+            Lists::Refused(cause) => return Err(cause.clone().into()),
+            Lists::Unchecked(_) => {
+                return Err(Fault::new(Code::Internal, "page lists were not checked").into());
+            }
         };
         let map = if plan.targets(offer.rank).contains(&announce.decode_rank) {
             let lists = held.lists.clone();
@@ -156,7 +159,8 @@ impl Broker {
             return Err(Fault::new(
                 Code::ProtocolViolation,
                 format!("{total} bytes are to be sent, but no slot is named"),
-            ));
+            )
+            .into());
         }
         let publish_key = (key.life, announce.transfer.clone());
         self.check_attempt(&publish_key)?;
@@ -179,6 +183,8 @@ impl Broker {
             stage: Stage::Waiting,
             delivered: false,
             heard: self.now,
+            moved: self.now,
+            landed: 0,
         })
     }
 
@@ -202,14 +208,15 @@ impl Broker {
     }
 
     /// Fetches of attempts that are over come too late.
-    fn check_attempt(&self, key: &PublishKey) -> Result<(), Fault> {
+    fn check_attempt(&self, key: &PublishKey) -> Result<(), Cause> {
         match self.publishes.ended(key) {
             Some(Some(cause)) => return Err(cause.clone()),
             Some(None) => {
                 return Err(Fault::new(
                     Code::TransferExists,
                     "the publish was delivered to all that it serves",
-                ));
+                )
+                .into());
             }
             None => {}
         }
@@ -255,7 +262,7 @@ impl Broker {
     }
 
     /// Fetches that wait for a lower attempt.
-    pub(crate) fn supersede_waiting(&mut self, life: RankLife, transfer: &TransferId, cause: &Fault) {
+    pub(crate) fn supersede_waiting(&mut self, life: RankLife, transfer: &TransferId, cause: &Cause) {
         let lower: Vec<PartKey> = crate::siblings::of_id(&self.announced.waiting, life, &transfer.id)
             .filter(|(other, _)| other.attempt < transfer.attempt)
             .flat_map(|(_, keys)| keys.iter().cloned())

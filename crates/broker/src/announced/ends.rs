@@ -5,6 +5,7 @@ use kvferry_handshake::Code;
 
 use crate::Broker;
 use crate::announced::{PartKey, Stage};
+use crate::cause::Cause;
 use crate::faults;
 use crate::io::{Micros, PeerAddress, Tally};
 use crate::jobs::Job;
@@ -41,7 +42,7 @@ impl Broker {
                         key.peer.0
                     ),
                 );
-                self.fail_part(key, cause);
+                self.fail_part(key, cause.into());
             }
         }
     }
@@ -64,11 +65,11 @@ impl Broker {
             Code::StaleIncarnation,
             "the fetch was withdrawn to be announced anew",
         );
-        self.end_part(key, Some(&cause));
+        self.end_part(key, Some(&cause.into()));
     }
 
     /// The decode side failed; it knows.
-    pub(super) fn fetch_failed_there(&mut self, key: &PartKey, cause: &Fault) {
+    pub(super) fn fetch_failed_there(&mut self, key: &PartKey, cause: &Cause) {
         let Some(part) = self.announced.get(key) else {
             return;
         };
@@ -81,14 +82,15 @@ impl Broker {
                 self.forgone.put(&publish_key, decode, Some(cause), until);
             }
             Stage::Bound => {
+                let stands = self.publish_at(&publish_key);
                 self.end_part(key, Some(cause));
-                self.fail_serving(&publish_key, &decode, cause, Some(key));
+                self.fail_serving(&publish_key, &decode, cause, Some(key), stands);
             }
         }
     }
 
     /// It fails on this side: tells the decode side.
-    pub(crate) fn part_failed_here(&mut self, key: &PartKey, cause: &Fault) {
+    pub(crate) fn part_failed_here(&mut self, key: &PartKey, cause: &Cause) {
         let Some(part) = self.announced.get(key) else {
             return;
         };
@@ -107,7 +109,7 @@ impl Broker {
     }
 
     /// Ends a part: at once, or when its job is closed.
-    fn end_part(&mut self, key: &PartKey, cause: Option<&Fault>) {
+    fn end_part(&mut self, key: &PartKey, cause: Option<&Cause>) {
         let until = self.remember_until();
         self.announced.stop_waiting(key);
         let Some(part) = self.announced.get_mut(key) else {
@@ -116,9 +118,7 @@ impl Broker {
         part.stage = Stage::Ended;
         let job = part.job;
         if let Some(cause) = cause {
-            self.announced
-                .ended
-                .put(key.clone(), faults::remembered(cause), until);
+            self.announced.ended.put(key.clone(), cause.remembered(), until);
         }
         self.timers.cancel(&Timer::Part(key.clone()));
         match job {
@@ -172,7 +172,7 @@ impl Broker {
     }
 
     /// A rank here is gone: nothing of it will be published.
-    pub(crate) fn end_announced_to(&mut self, life: RankLife, cause: &Fault) {
+    pub(crate) fn end_announced_to(&mut self, life: RankLife, cause: &Cause) {
         for key in self.announced.keys(|key, _| key.life == life) {
             self.part_failed_here(&key, cause);
         }
@@ -180,13 +180,13 @@ impl Broker {
 
     pub(crate) fn end_all_announced(&mut self) {
         for key in self.announced.keys(|_, _| true) {
-            self.part_failed_here(&key, &faults::shutting_down());
+            self.part_failed_here(&key, &faults::shutting_down().into());
         }
     }
 
     /// A daemon whose ranks fetch is gone, and its fetches with it.
     pub(crate) fn lose_fetchers(&mut self, peer: &PeerAddress, cause: &Fault) {
-        let cause = faults::from_peer(cause.clone(), &peer.0);
+        let cause = Cause::from(faults::from_peer(cause.clone(), &peer.0));
         for key in self
             .announced
             .keys(|key, part| key.peer == *peer && part.stage != Stage::Ended)
@@ -195,9 +195,10 @@ impl Broker {
                 continue;
             };
             let (publish_key, decode, stage) = (part.publish_key(&key), part.decode.clone(), part.stage);
+            let stands = self.publish_at(&publish_key);
             self.end_part(&key, Some(&cause));
             if stage == Stage::Bound {
-                self.fail_serving(&publish_key, &decode, &cause, Some(&key));
+                self.fail_serving(&publish_key, &decode, &cause, Some(&key), stands);
             } else {
                 let until = self.forgone_until();
                 self.forgone.put(&publish_key, decode, Some(&cause), until);

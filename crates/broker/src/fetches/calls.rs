@@ -64,7 +64,8 @@ impl Broker {
         let id = &call.transfer.id;
         let open = of_id(&self.fetches.by_transfer, life, id).map(|(transfer, _)| transfer.attempt);
         self.fetches.attempts.check(life, &call.transfer, open)?;
-        self.check_siblings(life, Side::Fetch, &call.transfer)?;
+        self.check_siblings(life, Side::Fetch, &call.transfer)
+            .map_err(|cause| cause.told())?;
         self.check_room(life)?;
         let written = kvferry_plan::written_pages(&rank.envelope, rank.rank, call.tokens);
         let envelope = Arc::clone(&rank.envelope);

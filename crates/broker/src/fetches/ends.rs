@@ -3,6 +3,7 @@
 use kvferry_control::{Event, Fault, Side, TransferId};
 
 use crate::Broker;
+use crate::cause::{Cause, Standing};
 use crate::faults;
 use crate::fetches::{Fetch, Goal, Stage};
 use crate::io::{Output, Record, Tally};
@@ -14,21 +15,25 @@ use crate::timers::Timer;
 use crate::wanted::Wanted;
 
 impl Broker {
-    pub(crate) fn fail_fetch(&mut self, number: u64, cause: Fault) {
+    pub(crate) fn fail_fetch(&mut self, number: u64, cause: impl Into<Cause>) {
+        let Some((place, standing)) = self.fetch_at(number) else {
+            return;
+        };
         let Some(fetch) = self.fetches.get_mut(number) else {
             return;
         };
-        let cause = match &fetch.stage {
+        let cause = cause.into().at(&place, Some(&standing));
+        match &fetch.stage {
             Stage::Ending(Goal::Fail(_)) => return,
             // Its daemons were told that it is withdrawn.
             Stage::Ending(Goal::Relink) => {
-                fetch.stood = Some(fetch.stood());
+                fetch.stood = Some(standing);
                 fetch.stage = Stage::Ending(Goal::Fail(cause.clone()));
                 let (life, transfer) = (fetch.rank, fetch.transfer.clone());
                 return self.fail_siblings(life, Side::Fetch, &transfer, &cause);
             }
-            Stage::Behind | Stage::Linking | Stage::Moving => faults::in_phase(&cause, || fetch.standing()),
-        };
+            Stage::Behind | Stage::Linking | Stage::Moving => {}
+        }
         let (life, transfer) = (fetch.rank, fetch.transfer.clone());
         // First, for the rank may go with the last that ends.
         self.fail_siblings(life, Side::Fetch, &transfer, &cause);
@@ -37,16 +42,17 @@ impl Broker {
 
     /// Tells the prefill ranks' daemons, and closes the jobs.
     pub(crate) fn end_fetch(&mut self, number: u64, goal: Goal) {
+        let stood = self.fetch_at(number).map(|(_, standing)| standing);
         let Some(fetch) = self.fetches.get_mut(number) else {
             return;
         };
         if matches!(goal, Goal::Fail(_)) {
-            fetch.stood = Some(fetch.stood());
+            fetch.stood = stood;
         }
         fetch.stage = Stage::Ending(goal);
         let (link, daemons) = (fetch.link.clone(), fetch.daemons());
         let jobs: Vec<_> = fetch.parts.values().filter_map(|part| part.job).collect();
-        let state = self.fetches.state(number);
+        let state = self.fetches.state(number, self.now);
         for (peer, incarnation) in daemons {
             let body = Body::FetchState {
                 fetch: number,
@@ -94,7 +100,7 @@ impl Broker {
             Stage::Ending(Goal::Fail(cause)) => Some(cause),
             Stage::Behind | Stage::Linking | Stage::Moving => None,
         };
-        let kept = cause.as_ref().map(faults::remembered);
+        let kept = cause.as_ref().map(Cause::remembered);
         let kept = kept.map_or(FetchState::Delivered, FetchState::Failed);
         self.fetches.ended.put(number, kept, until);
         self.fetches
@@ -138,11 +144,16 @@ impl Broker {
         self.find_link(number);
     }
 
-    fn report_fetch(&mut self, fetch: Fetch, cause: Option<Fault>) {
+    fn report_fetch(&mut self, fetch: Fetch, cause: Option<Cause>) {
         let report = fetch.tallies.report(fetch.called, fetch.met, self.now);
-        let cause = cause.map(|cause| match &fetch.stood {
-            Some(stood) => stood.at_end(cause, fetch.tallies.bytes(), Some(fetch.total())),
-            None => cause,
+        let place = self.place(fetch.rank, Side::Fetch);
+        let cause = cause.map(|cause| {
+            let stood = Standing {
+                bytes: fetch.tallies.bytes(),
+                total: Some(fetch.total()),
+                ..fetch.stood.clone().unwrap_or_default()
+            };
+            cause.told_to(&place, &stood)
         });
         let tokens = fetch.end.map_or(fetch.tokens.to, |end| end.min(fetch.tokens.to));
         let event = match &cause {
@@ -206,7 +217,7 @@ impl Broker {
     }
 
     /// Another rank of the engine failed; it tells the daemons it knows, this one those that it knows.
-    pub(crate) fn fetch_failed_elsewhere(&mut self, life: RankLife, transfer: &TransferId, cause: &Fault) {
+    pub(crate) fn fetch_failed_elsewhere(&mut self, life: RankLife, transfer: &TransferId, cause: &Cause) {
         let Some(number) = self.fetches.by_transfer.get(&(life, transfer.clone())).copied() else {
             return;
         };

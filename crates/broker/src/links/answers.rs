@@ -7,6 +7,7 @@ use kvferry_control::{Event, Fault};
 use kvferry_handshake::{Code, Mismatch, Outcome, Verdict};
 
 use crate::Broker;
+use crate::cause::Cause;
 use crate::io::PeerAddress;
 use crate::judged::Judgement;
 use crate::links::{LinkKey, Pair, SeatAt, Terms, outcome_word};
@@ -61,7 +62,7 @@ impl Broker {
     }
 
     /// Tells a fetching rank the verdict, and fails its fetch.
-    fn refuse_fetch(&mut self, number: u64, verdict: &Verdict, cause: Fault) {
+    fn refuse_fetch(&mut self, number: u64, verdict: &Verdict, cause: impl Into<Cause>) {
         let name = self.fetches.get(number).map(|fetch| fetch.link.name.clone());
         if let (Some(session), Some(engine)) = (self.fetch_session(number), name) {
             let event = Event::Refused {
@@ -133,13 +134,13 @@ impl Broker {
     }
 
     /// The daemon of another prefill rank refuses the pair, or has another plan for it.
-    pub(crate) fn link_refused_there(&mut self, number: u64, cause: Fault) {
+    pub(crate) fn link_refused_there(&mut self, number: u64, cause: Cause) {
         let Some(fetch) = self.fetches.get(number) else {
             return;
         };
         if let Some(terms) = fetch.terms.clone() {
             let key = fetch.link.clone();
-            let verdict = self.tell_link_failed(&key, &terms.engine, &cause);
+            let verdict = self.tell_link_failed(&key, &terms.engine, &cause.told());
             self.refuse_fetch(number, &verdict, cause);
         }
     }

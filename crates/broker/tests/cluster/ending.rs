@@ -92,7 +92,7 @@ fn a_stranger_cannot_fail_another_engines_transfers() {
         side: kvferry_control::Side::Publish,
         transfer: id("a", 0),
         rank: 0,
-        cause: kvferry_control::Fault::new(Code::Aborted, "so there"),
+        cause: kvferry_control::Fault::new(Code::Aborted, "so there").into(),
     };
     for body in [Body::Failed(failure.clone()), Body::SiblingFailed(failure)] {
         for node in [0, 1] {

@@ -197,23 +197,23 @@ fn memory_of_what_a_peer_says_is_bounded() {
 }
 
 #[test]
-fn a_message_beyond_its_bounds_is_dropped() {
-    let mut cluster = Cluster::new(1, 2);
-    let announced = Arc::new(Mutex::new(None));
-    let number = announced.clone();
-    cluster.change(move |_, message| {
-        if let Body::Announce(announce) = &message.body {
-            *number.lock().unwrap() = Some(announce.fetch);
-        }
-        true
-    });
-    let (p, d) = pair(&mut cluster, &[0], &[1]);
-    let decode = cluster.ranks_of(d)[0];
-    cluster.fetch(decode, p, &id("a", 0), tokens(0, 0), 0);
-    cluster.run_for(MOMENT);
-    let fetch = announced.lock().unwrap().unwrap();
-    let (peer, incarnation) = (cluster.nodes[0].address.clone(), cluster.nodes[0].life);
-    for (len, ends) in [(65_537, false), (65_536, true)] {
+fn a_message_beyond_its_bounds_is_not_acted_on() {
+    for (len, end) in [(65_537, Err(Code::ProtocolViolation)), (65_536, Ok(0))] {
+        let mut cluster = Cluster::new(1, 2);
+        let announced = Arc::new(Mutex::new(None));
+        let number = announced.clone();
+        cluster.change(move |_, message| {
+            if let Body::Announce(announce) = &message.body {
+                *number.lock().unwrap() = Some(announce.fetch);
+            }
+            true
+        });
+        let (p, d) = pair(&mut cluster, &[0], &[1]);
+        let decode = cluster.ranks_of(d)[0];
+        cluster.fetch(decode, p, &id("a", 0), tokens(0, 0), 0);
+        cluster.run_for(MOMENT);
+        let fetch = announced.lock().unwrap().unwrap();
+        let (peer, incarnation) = (cluster.nodes[0].address.clone(), cluster.nodes[0].life);
         let body = Body::PartState {
             fetch,
             rank: 0,
@@ -233,6 +233,9 @@ fn a_message_beyond_its_bounds_is_dropped() {
                 message: PeerMessage { to, body },
             },
         );
-        assert_eq!(cluster.end_of(decode, &id("a", 0)).is_some(), ends, "{len}");
+        let ended = cluster
+            .end_of(decode, &id("a", 0))
+            .map(|end| end.map_err(|cause| cause.code));
+        assert_eq!(ended, Some(end), "{len}");
     }
 }

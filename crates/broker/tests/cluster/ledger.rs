@@ -188,6 +188,16 @@ fn check_words(side: Side, cause: &Fault, report: &Report) {
         own.contains(&done) && own.ends_with(" bytes done]"),
         "{bytes} bytes: {cause}"
     );
+    let brackets = cause.message.matches(" [").count();
+    assert!(
+        brackets <= 2,
+        "how things stood, once there and once here: {cause}"
+    );
+    let named = cause.message[..cause.message.find(" [").unwrap()].matches(" of engine ");
+    assert!(
+        named.count() <= 2,
+        "where it arose, and who aborted it, and no way that it went: {cause}"
+    );
     let peer = own.contains(" at ") || own.contains("waiting for a decode engine");
     assert!(peer, "no peer: {cause}");
 }

@@ -608,7 +608,11 @@ fn a_refusal_by_a_peer_is_told_once_and_only_if_it_is_one() {
     };
     assert_eq!(said(allowing), (0, 1), "a failure that allows the pair is none");
     assert_eq!(said(without_reason), (0, 2), "nor is one without a reason");
-    assert_eq!(said(refusal.clone()), (1, 2), "what is wrong before hides no refusal");
+    assert_eq!(
+        said(refusal.clone()),
+        (1, 2),
+        "what is wrong before hides no refusal"
+    );
     for _ in 0..100 {
         assert_eq!(said(refusal.clone()), (1, 2), "told once");
     }
@@ -621,7 +625,12 @@ fn a_pair_that_is_judged_anew_is_told_once() {
     let asked = count(&mut cluster, |body| matches!(body, Body::LinkOpen { .. }));
     cluster.fetch_all(d, p, &id("a", 0), 9);
     cluster.run_for(MOMENT);
-    let body = asked.lock().unwrap().first().cloned().expect("the link is asked for");
+    let body = asked
+        .lock()
+        .unwrap()
+        .first()
+        .cloned()
+        .expect("the link is asked for");
     let rank = cluster.ranks_of(p)[0];
     for round in 0..10u32 {
         let mut body = body.clone();

@@ -21,6 +21,7 @@
 
 mod attaching;
 mod bounds;
+mod causes;
 mod coverage;
 mod data;
 mod ending;

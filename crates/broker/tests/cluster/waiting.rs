@@ -67,9 +67,18 @@ fn what_does_not_go_forward_fails_at_the_deadline_and_says_where_it_stood() {
     for (impatient, words) in [
         (
             1,
-            ["moving from prefill rank 0 at node0:7400", "0 of 1088 bytes done"],
+            [
+                "moving from prefill rank 0 at node0:7400 (0 of 1088 bytes)",
+                "0 of 1088 bytes done",
+            ],
         ),
-        (0, ["engine d at node1:7400: moving to it", "0 bytes done"]),
+        (
+            0,
+            [
+                "engine d at node1:7400: moving to its rank 0 at node1:7400 (0 of 1088 bytes)",
+                "0 bytes done",
+            ],
+        ),
     ] {
         let mut cluster = Cluster::with(1, 2, |node, config| {
             if node == impatient {

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use kvferry_broker::{
-    Announce, Body, EngineId, FetchState, LinkAnswer, Offer, PartState, PeerMessage, Seat, SiblingFailure,
-    Stated,
+    Announce, Arose, Body, Cause, EngineId, FetchState, LinkAnswer, Offer, PartState, PeerMessage, Place,
+    Seat, SiblingFailure, Standing, Stated,
 };
 use kvferry_control::{Fault, Side};
 use kvferry_handshake::{
@@ -30,6 +30,29 @@ fn cause() -> Fault {
         code: Code::Deadline,
         message: "nothing went forward for 30 s".to_owned(),
         mismatches: vec![mismatch()],
+    }
+}
+
+/// With where it arose.
+fn failure_cause() -> Cause {
+    Cause {
+        code: Code::SiblingFailed,
+        first: cause(),
+        arose: Some(Box::new(Arose {
+            at: Place {
+                side: Side::Publish,
+                rank: 3,
+                engine: "p".to_owned(),
+                daemon: "node0:7400".to_owned(),
+            },
+            standing: Some(Standing {
+                phase: "final, 17 tokens ready;".to_owned(),
+                peer: "engine d at node1:7400: moving to its rank 0 at node1:7400 (5 of 9 bytes)".to_owned(),
+                trouble: "0.2 s before, with node1:7400: a lane broke".to_owned(),
+                bytes: 5,
+                total: Some(9),
+            }),
+        })),
     }
 }
 
@@ -60,7 +83,7 @@ fn failure(side: Side) -> SiblingFailure {
         side,
         transfer: id("request-1", 2),
         rank: 3,
-        cause: cause(),
+        cause: failure_cause(),
     }
 }
 
@@ -276,11 +299,17 @@ pub(crate) fn samples() -> Vec<(&'static str, Body)> {
                 metadata: Some(vec![1, 2, 3]),
             }),
         ),
-        ("part_failed", part(PartState::Failed(cause()))),
+        ("part_failed", part(PartState::Failed(failure_cause()))),
         ("fetch_unknown", fetch(FetchState::Unknown)),
-        ("fetch_open", fetch(FetchState::Open)),
+        (
+            "fetch_open",
+            fetch(FetchState::Open {
+                landed: 5,
+                moving: true,
+            }),
+        ),
         ("fetch_delivered", fetch(FetchState::Delivered)),
-        ("fetch_failed", fetch(FetchState::Failed(cause()))),
+        ("fetch_failed", fetch(FetchState::Failed(failure_cause()))),
         ("fetch_withdrawn", fetch(FetchState::Withdrawn)),
         ("ask_fetch", Body::AskFetch { fetch: 7 }),
     ]
@@ -373,6 +402,11 @@ fn what_is_longer_than_any_honest_daemon_makes_it_is_refused() {
         mismatches: vec![mismatch(); 300],
         ..cause()
     };
+    let arisen = |change: fn(&mut Arose)| {
+        let mut cause = failure_cause();
+        change(cause.arose.as_mut().unwrap());
+        cause
+    };
     let announced = |announce: fn(&mut Announce)| {
         let Some((_, Body::Announce(mut it))) = samples().into_iter().find(|(name, _)| *name == "announce")
         else {
@@ -419,7 +453,21 @@ fn what_is_longer_than_any_honest_daemon_makes_it_is_refused() {
             ..failure(Side::Fetch)
         }),
         Body::SiblingFailed(SiblingFailure {
-            cause: worded(),
+            cause: arisen(|arose| arose.at.engine = "x".repeat(5_000)),
+            ..failure(Side::Fetch)
+        }),
+        Body::Failed(SiblingFailure {
+            cause: arisen(|arose| arose.at.daemon = "x".repeat(5_000)),
+            ..failure(Side::Fetch)
+        }),
+        Body::FetchState {
+            fetch: 0,
+            state: FetchState::Failed(arisen(|arose| {
+                arose.standing.as_mut().unwrap().peer = "x".repeat(5_000);
+            })),
+        },
+        Body::SiblingFailed(SiblingFailure {
+            cause: worded().into(),
             ..failure(Side::Fetch)
         }),
         Body::Hint {
@@ -477,11 +525,11 @@ fn what_is_longer_than_any_honest_daemon_makes_it_is_refused() {
             rank: 0,
             serial: 0,
             moving: false,
-            state: PartState::Failed(worded()),
+            state: PartState::Failed(worded().into()),
         },
         Body::FetchState {
             fetch: 0,
-            state: FetchState::Failed(listed()),
+            state: FetchState::Failed(listed().into()),
         },
         Body::Ask {
             fetch: 0,

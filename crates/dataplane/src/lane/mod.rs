@@ -39,6 +39,15 @@ pub(crate) enum LaneEnd {
     /// The other end said what it must not.
     #[error("the other end broke the lane's protocol: {0}")]
     Violation(&'static str),
+    /// The other end closed it within a chunk.
+    #[error("closed by the other end within a chunk")]
+    Cut,
+    /// We had no thread for it.
+    #[error("no thread for a lane: {0}")]
+    Thread(io::Error),
+    /// A defect of ours.
+    #[error("a defect on our side")]
+    Defect,
     /// The socket failed.
     #[error("{0}")]
     Socket(io::Error),

@@ -17,7 +17,7 @@ use crate::peer::Peer;
 use crate::source::View;
 use crate::target::Arrival;
 use crate::wake::Wake;
-use crate::{Config, JobId};
+use crate::{Config, Event, JobId, LaneTrouble};
 
 /// Acknowledgements that may wait for the sender to take them before nothing more is read.
 const MAX_ACK_BYTES: usize = 4096 * ACK_BYTES;
@@ -38,6 +38,8 @@ pub(super) struct Receiver<'l> {
     acks: Vec<u8>,
     /// When something last moved.
     pub(super) moved: Instant,
+    /// A chunk has begun to arrive, and has not ended.
+    within: bool,
 }
 
 /// A chunk that is arriving: missing again, should the lane break meanwhile.
@@ -64,9 +66,11 @@ pub(crate) fn run(config: &Config, jobs: &Jobs, start: &Start, link: Link) -> La
         inbox: Inbox::new(),
         acks: Vec::new(),
         moved: Instant::now(),
+        within: false,
     };
     match receiver.serve() {
         Ok(never) => match never {},
+        Err(LaneEnd::Closed) if receiver.within => LaneEnd::Cut,
         Err(end) => end,
     }
 }
@@ -87,7 +91,9 @@ impl Receiver<'_> {
                 return Err(LaneEnd::Told);
             }
             // A sender that is idle is not a stalled one.
+            self.within = false;
             self.fill(1, AHEAD_BYTES, None)?;
+            self.within = true;
             self.fill(HEADER_BYTES, AHEAD_BYTES, Some(self.config.stall))?;
             let header = self
                 .inbox
@@ -187,7 +193,14 @@ impl Receiver<'_> {
 
     fn damaged(&self, job: &Job, header: &Header, sent: u32, came: u32) {
         let peer = &self.start.peer.name;
-        tracing::warn!(%peer, job = job.id.0, chunk = header.chunk, "checksum: sent {sent:#x}, came {came:#x}");
+        (self.jobs.sink)(Event::Trouble {
+            peer: Some(Arc::clone(peer)),
+            kind: LaneTrouble::Violation("a chunk's checksum does not match"),
+            what: format!(
+                "chunk {} came damaged: sent with {sent:#010x}, came with {came:#010x}",
+                header.chunk
+            ),
+        });
         if job.came_damaged() >= MAX_DAMAGED {
             job.fail(Trouble {
                 code: Code::Checksum,

@@ -110,6 +110,11 @@ impl Incoming {
         }
     }
 
+    pub(super) fn has_granted(&self, epoch: u64) -> bool {
+        let mut states = self.lanes.values().map(|known| &known.state);
+        states.any(|state| matches!(state, State::Granted { epoch: granted, .. } if *granted == epoch))
+    }
+
     /// A connection showed a token: if it was granted, its lane opens, and the token is used up.
     pub(super) fn proven(
         &mut self,

@@ -167,6 +167,11 @@ impl Lanes {
         self.incoming.lost(lane, epoch)
     }
 
+    /// Whether this life of a lane is granted, and its token was not shown.
+    pub(crate) fn has_granted(&self, epoch: u64) -> bool {
+        self.incoming.has_granted(epoch)
+    }
+
     /// A connection showed a token: if it was granted, its lane opens, and the token is used up.
     pub(crate) fn proven(
         &mut self,

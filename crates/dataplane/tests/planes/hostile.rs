@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use kvferry_dataplane::{Config, DataPlane, Event, JobId, LaneMessage, Token};
+use kvferry_dataplane::{Config, DataPlane, Event, JobId, LaneMessage, LaneTrouble, Token};
 use kvferry_handshake::Code;
 use kvferry_plan::Side;
 
@@ -291,11 +291,28 @@ fn a_lane_that_breaks_the_protocol_is_destroyed_and_says_so() {
         header(job.0, 0, end, u64::MAX, false),
         [header(job.0, 0, end, bytes, false), payload.clone(), vec![9; 8]].concat(),
     ];
+    assert_eq!(raw.node.log.troubles(), []);
     for bytes in rubbish {
         let mut lane = raw.lane();
         lane.write_all(&bytes).unwrap();
         assert!(is_closed(&mut lane));
     }
+    let kinds = [
+        "a damaged header",
+        "a payload beyond any limit",
+        "a damaged trailer",
+    ];
+    for kind in kinds {
+        let what = raw.node.log.trouble(LaneTrouble::Violation(kind));
+        assert!(what.contains(kind), "{what}");
+    }
+    // Closed in order it is nothing; within a chunk it is.
+    drop(raw.lane());
+    let mut cut = raw.lane();
+    cut.write_all(&header(job.0, 0, end, bytes, false)[..20]).unwrap();
+    drop(cut);
+    let what = raw.node.log.trouble(LaneTrouble::Broken);
+    assert!(what.contains("within a chunk"), "{what}");
     // The chunk that the last one began is missing again, and lands by another lane.
     let mut lane = raw.lane();
     for part in [&header(job.0, 0, end, bytes, false), &payload, &trailer(0)] {
@@ -355,6 +372,8 @@ fn a_token_opens_one_lane_once() {
     let mut wrong = token;
     wrong.0[31] ^= 1;
     assert!(!answers(&mut raw.connect(epoch, &wrong)));
+    let what = raw.node.log.trouble(LaneTrouble::Token);
+    assert!(what.contains("127.0.0.1"), "{what}");
     assert!(!answers(&mut raw.connect(epoch + 1, &token)));
     let mut first = raw.connect(epoch, &token);
     assert!(answers(&mut first));

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 pub(crate) use channel::Faults;
 pub(crate) use engine::{Engine, expected, geometry, sealed, transfers};
 pub(crate) use flow::{Flow, LARGE, Size, close};
-use kvferry_dataplane::{Config, DataPlane, Event, JobId, Tally};
+use kvferry_dataplane::{Config, DataPlane, Event, JobId, LaneTrouble, Tally};
 use kvferry_handshake::Code;
 pub(crate) use proxy::{Proxy, Spell};
 
@@ -39,6 +39,7 @@ pub(crate) struct Seen {
 pub(crate) struct Log {
     jobs: Mutex<std::collections::HashMap<JobId, Seen>>,
     changed: Condvar,
+    troubles: Mutex<Vec<(LaneTrouble, String)>>,
 }
 
 impl Log {
@@ -46,6 +47,10 @@ impl Log {
         let mut jobs = self.jobs.lock().unwrap();
         let job = match event {
             Event::ToPeer { .. } => return,
+            Event::Trouble { kind, what, .. } => {
+                self.troubles.lock().unwrap().push((*kind, what.clone()));
+                return self.changed.notify_all();
+            }
             Event::Progress { job, .. }
             | Event::Alive { job }
             | Event::Complete { job }
@@ -60,13 +65,31 @@ impl Log {
             Event::Complete { .. } => seen.complete += 1,
             Event::Failed { code, message, .. } => seen.failed = Some((*code, message.clone())),
             Event::Closed { tally, .. } => seen.closed.push(*tally),
-            Event::ToPeer { .. } => {}
+            Event::ToPeer { .. } | Event::Trouble { .. } => {}
         }
         self.changed.notify_all();
     }
 
     pub(crate) fn seen(&self, job: JobId) -> Seen {
         self.jobs.lock().unwrap().get(&job).cloned().unwrap_or_default()
+    }
+
+    /// What lanes ended for, so far.
+    pub(crate) fn troubles(&self) -> Vec<(LaneTrouble, String)> {
+        self.troubles.lock().unwrap().clone()
+    }
+
+    /// Waits until trouble of a kind was told.
+    pub(crate) fn trouble(&self, kind: LaneTrouble) -> String {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let told = self.troubles();
+            if let Some((_, what)) = told.iter().find(|(of, _)| *of == kind) {
+                return what.clone();
+            }
+            assert!(Instant::now() < deadline, "no {kind:?}: {told:?}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// Waits until a job is as asked.
