@@ -231,8 +231,11 @@ impl Node {
                 } => {
                     self.refused.get_or_insert(fault);
                 }
-                Output::Answer { .. } | Output::Event { .. } | Output::Release { .. } | Output::Record(_) => {
-                }
+                Output::Answer { .. }
+                | Output::Event { .. }
+                | Output::Release { .. }
+                | Output::Record(_)
+                | Output::Violation { .. } => {}
             }
         }
         panic!("the broker does not come to rest");
