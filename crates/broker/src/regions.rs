@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvferry_control::{Answer, Fault, Path};
-use kvferry_handshake::Code;
+use kvferry_handshake::{Code, Element};
 
 use crate::Broker;
 use crate::io::{Output, RegionKey, SessionId};
@@ -25,6 +25,19 @@ pub(crate) struct Region {
 }
 
 impl Rank {
+    /// Whether a region has rows whose length the envelope leaves open. No pair with such rows is carried.
+    fn holds_auto(&self, region: u16) -> bool {
+        let components = &self.envelope.components;
+        let auto = |component: u16| {
+            let component = components.get(usize::from(component));
+            component.is_some_and(|component| component.element == Element::Auto)
+        };
+        let ranks = self.envelope.ranks.iter().filter(|rank| rank.rank == self.rank);
+        ranks
+            .flat_map(|rank| &rank.placements)
+            .any(|placement| placement.region == region && auto(placement.component))
+    }
+
     /// The regions to move bytes with. Every region of the envelope must be registered, and `generations`
     /// must name each in its present registration.
     pub(crate) fn check_generations(&self, generations: &[(u16, u64)]) -> Result<Regions, Fault> {
@@ -134,9 +147,9 @@ impl Broker {
                 format!("region {region} has {len} bytes; the envelope's last row ends at {least}"),
             ));
         }
-        // Nobody needs more, and what is mapped is bounded by it.
+        // Nobody needs more, and what is mapped is bounded by it. Where rows of `auto` elements end is not known.
         let most = least.checked_next_multiple_of(ROUNDED_TO).unwrap_or(*least);
-        if len > most {
+        if len > most && !rank.holds_auto(region) {
             return Err(Fault::new(
                 Code::RegionTooLarge,
                 format!(

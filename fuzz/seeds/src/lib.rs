@@ -116,28 +116,24 @@ impl Node {
             generations: Vec::new(),
         };
         let envelope = envelope(who)?;
-        let regions: std::collections::BTreeSet<u16> = envelope.ranks[0]
-            .placements
-            .iter()
-            .map(|placement| placement.region)
-            .collect();
+        let regions = envelope.region_bytes(0);
         node.call(Call::Attach {
             envelope: Box::new(envelope),
             rank: 0,
             home: None,
         });
-        for (number, region) in (1u64..).zip(regions.iter().copied()) {
+        for (number, (&region, &len)) in (1u64..).zip(&regions) {
             node.handle(Input::Registered {
                 session: SESSION,
                 number,
                 region,
                 key: RegionKey(number),
-                len: 1 << 30,
+                len,
                 paths: vec![Path::Local, Path::Tcp],
             });
         }
         let generations: Vec<(u16, u64)> = regions
-            .into_iter()
+            .into_keys()
             .zip(node.generations.iter().copied())
             .collect();
         let pages = PageLists {

@@ -2,7 +2,7 @@
 
 use kvferry_broker::{Body, Input};
 use kvferry_control::{Call, Event, Memory};
-use kvferry_handshake::{Code, Ready, Role};
+use kvferry_handshake::{Code, Element, Ready, Role};
 
 use crate::engines::{Asked, id};
 use crate::geometry::envelope;
@@ -272,6 +272,23 @@ fn regions_that_do_not_fit_are_let_go() {
     assert_eq!(cluster.refusal(rank, call), Code::RegionTooLarge);
     assert_eq!(cluster.nodes[0].data.memory.len(), 2);
     let call = cluster.register(rank, 0, most);
+    assert!(cluster.answer_to(rank, call).is_ok());
+}
+
+#[test]
+fn a_region_whose_rows_are_of_no_known_length_may_have_any() {
+    let mut cluster = Cluster::new(1, 1);
+    let mut open = envelope("open", Role::Prefill, 1, 0);
+    for component in &mut open.components {
+        component.element = Element::Auto;
+    }
+    assert!(open.region_bytes(0).values().all(|end| *end == 0));
+    let p = cluster.engine(open, &[0]);
+    let rank = cluster.ranks_of(p)[0];
+    cluster.registers = false;
+    cluster.attach(rank);
+    cluster.run_for(MOMENT);
+    let call = cluster.register(rank, 0, 1 << 30);
     assert!(cluster.answer_to(rank, call).is_ok());
 }
 

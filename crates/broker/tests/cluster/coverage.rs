@@ -55,6 +55,7 @@ const NOT_BY_CHANCE: &[Code] = &[
     Code::MetadataTooLong,
     Code::NotAttached,
     Code::PageAbsent,
+    Code::PageInUse,
     Code::PagesInvalid,
     Code::ProtocolViolation,
     Code::RankUnknown,
