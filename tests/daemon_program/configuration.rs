@@ -319,3 +319,18 @@ fn a_peer_port_that_others_reach_needs_tls_or_a_word_of_warning() {
     ];
     assert_eq!(daemon(&accepted).code, Some(0));
 }
+
+#[test]
+fn output_that_cannot_be_written_is_a_failure_that_names_it() {
+    for asked in ["--check-config", "--version", "--help"] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let ran = std::process::Command::new(kvferry_tests::programs::kvferryd())
+            .arg(asked)
+            .stdout(full)
+            .output()
+            .unwrap();
+        let told = String::from_utf8(ran.stderr).unwrap();
+        assert_eq!(ran.status.code(), Some(1), "{asked}: {told}");
+        assert!(told.contains("standard output: No space left"), "{asked}: {told}");
+    }
+}

@@ -5,6 +5,7 @@ mod abuse;
 mod channel;
 mod endpoint;
 mod engines;
+mod limits;
 mod process;
 mod rig;
 mod storm;

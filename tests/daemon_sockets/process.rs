@@ -31,7 +31,8 @@ impl Program {
     }
 
     pub(crate) fn start_at(socket: &Path, peers: &str, more: &[&str]) -> Program {
-        let mut child = Command::new(kvferryd())
+        let mut command = Command::new(kvferryd());
+        command
             .arg("--socket")
             .arg(socket)
             .args(["--peer-listen", peers, "--log-format=json"])
@@ -39,10 +40,13 @@ impl Program {
             .args(
                 (!more.iter().any(|flag| flag.starts_with("--metrics-listen")))
                     .then_some("--metrics-listen=off"),
-            )
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
+            );
+        Program::run(command)
+    }
+
+    /// Starts a command that is a kvferryd with JSON for a log.
+    pub(crate) fn run(mut command: Command) -> Program {
+        let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
         let ready = lines.find_map(|line| {
             let line: serde_json::Value = serde_json::from_str(&line.unwrap()).unwrap();
@@ -67,17 +71,21 @@ impl Program {
     }
 
     pub(crate) fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).unwrap();
+        kill_process(self.pid(), signal).unwrap();
+    }
+
+    pub(crate) fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
     }
 
     /// Its log from when it was ready until it ended, which it does by itself.
-    async fn log(mut self) -> Vec<String> {
+    pub(crate) async fn log(mut self) -> Vec<String> {
         let log = self.log.take().unwrap();
         let read = tokio::task::spawn_blocking(move || log.join().unwrap());
         soon("the log's end", read).await.unwrap()
     }
 
-    async fn exit_code(mut self) -> Option<i32> {
+    pub(crate) async fn exit_code(mut self) -> Option<i32> {
         let wait = tokio::task::spawn_blocking(move || self.child.wait().unwrap().code());
         soon("its end", wait).await.unwrap()
     }

@@ -1,7 +1,7 @@
 //! Exit codes, and the errors that lead to them.
 
 use std::fmt;
-use std::io::Write as _;
+use std::io::{self, Write as _};
 use std::process::ExitCode;
 
 /// How a command ended. The numbers are part of the interface: scripts rely on them.
@@ -69,6 +69,46 @@ pub(crate) fn printed(result: anyhow::Result<()>) -> anyhow::Result<()> {
     match result {
         Err(error) if reader_left(&error) => Ok(()),
         result => result,
+    }
+}
+
+/// Standard output. Errors say that it is this that cannot be written to.
+#[derive(Debug)]
+pub(crate) struct Output<W>(pub(crate) W);
+
+impl<W: io::Write> io::Write for Output<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.write(bytes).map_err(of_output)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush().map_err(of_output)
+    }
+}
+
+fn of_output(error: io::Error) -> io::Error {
+    match error.kind() {
+        // Not the caller's to see.
+        io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock => error,
+        kind => io::Error::new(kind, format!("standard output: {error}")),
+    }
+}
+
+/// Prints what was asked for, or what is wrong with the arguments.
+pub fn usage(asked: &clap::Error) -> Exit {
+    let wanted = if asked.use_stderr() {
+        Exit::Input
+    } else {
+        Exit::Done
+    };
+    let printed = asked.print().and_then(|()| io::stdout().flush());
+    let printed = printed.map_err(|error| anyhow::Error::new(of_output(error)));
+    match printed {
+        Err(error) if wanted == Exit::Done && !reader_left(&error) => {
+            tell(format_args!("kvferry: {error:#}\n"));
+            Exit::Failed
+        }
+        _ => wanted,
     }
 }
 

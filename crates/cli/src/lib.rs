@@ -51,7 +51,7 @@ impl Kvferry {
     ///
     /// [`exit::of_error`] tells which exit code an error leads to.
     pub fn run(&self) -> anyhow::Result<exit::Exit> {
-        let mut out = std::io::stdout();
+        let mut out = exit::Output(std::io::stdout());
         let exit = match &self.command {
             Command::Check(check) => check.run(&mut out)?,
             Command::Plan(plan) => plan.run(&mut out)?,

@@ -7,7 +7,10 @@ use std::process::ExitCode;
 use clap::Parser as _;
 
 fn main() -> ExitCode {
-    let command = kvferry_cli::Kvferry::parse();
+    let command = match kvferry_cli::Kvferry::try_parse() {
+        Ok(command) => command,
+        Err(asked) => return kvferry_cli::exit::usage(&asked).into(),
+    };
     match command.run() {
         Ok(exit) => exit.into(),
         Err(error) => {

@@ -43,7 +43,8 @@ impl Socket {
             Err(_) => Err(away(io::Error::new(
                 io::ErrorKind::TimedOut,
                 format!(
-                    "connected, but not greeted within {:.1} s: what listens there is stopped, stuck, or no kvferryd",
+                    "connected, but not greeted within {:.1} s: what listens there is stopped, stuck, out of files to open (the log of \
+                     kvferryd says so), or no kvferryd",
                     within.as_secs_f64()
                 ),
             ))),

@@ -14,6 +14,7 @@ use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
+use crate::aside::{Undone, aside};
 use crate::config::{Advertised, Config, Require};
 use crate::drain::Drain;
 use crate::driver::{Driver, Question, Sources};
@@ -221,11 +222,11 @@ impl Daemon {
             let _ = door.await;
         }
         let plane = self.plane.clone();
-        if tokio::task::spawn_blocking(move || plane.shutdown())
-            .await
-            .is_err()
-        {
-            tracing::error!("the data plane did not end in order");
+        match aside("end", move || plane.shutdown()).await {
+            Ok(()) => {}
+            // Then it is done here, and signals wait meanwhile.
+            Err(Undone::NoThread(_)) => self.plane.shutdown(),
+            Err(Undone::Defect) => tracing::error!("the data plane did not end in order"),
         }
     }
 }

@@ -5,6 +5,7 @@
 //! peers (`peers`) and the data plane report, and carries out what the broker wants.
 #![forbid(unsafe_code)]
 
+mod aside;
 pub mod config;
 mod crowd;
 mod daemon;

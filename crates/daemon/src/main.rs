@@ -2,7 +2,6 @@
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
-use std::time::Duration;
 
 use anyhow::Context;
 use kvferry_daemon::Daemon;
@@ -23,12 +22,10 @@ fn main() -> ExitCode {
                 log::complain(&error.to_string());
                 return ExitCode::from(BAD_CONFIG);
             }
-            log::print(&config::effective(&config));
-            return ExitCode::SUCCESS;
+            return print(&config::effective(&config));
         }
         Ok(Invocation::Print(text)) => {
-            log::print(&text);
-            return ExitCode::SUCCESS;
+            return print(&text);
         }
         Err(error) => {
             log::complain(&error.to_string());
@@ -55,13 +52,28 @@ fn main() -> ExitCode {
     }
 }
 
-/// Threads for what would hold up others go when it is done, rather than after a while.
+fn print(text: &str) -> ExitCode {
+    match log::print(text) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            log::complain(&format!("standard output: {error}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The runtime, which panics where it gets no thread.
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
-    let mut runtime = tokio::runtime::Builder::new_multi_thread();
-    runtime.enable_all().thread_keep_alive(Duration::from_millis(100));
-    runtime
-        .build()
-        .context("no threads or fds to begin with; see ulimit -u and ulimit -n")
+    const LIMITS: &str = "no threads or fds to begin with; see the limits of threads (ulimit -u; pids.max of the cgroup, \
+                          TasksMax= of the service), memory (ulimit -v and -d) and files (ulimit -n)";
+    let logged = std::panic::take_hook();
+    std::panic::set_hook(Box::new(|_| {}));
+    let built = std::panic::catch_unwind(|| tokio::runtime::Builder::new_multi_thread().enable_all().build());
+    std::panic::set_hook(logged);
+    match built {
+        Ok(built) => built.context(LIMITS),
+        Err(_) => anyhow::bail!(LIMITS),
+    }
 }
 
 async fn run(config: Config) -> anyhow::Result<()> {
@@ -120,7 +132,13 @@ struct Signals {
     interrupted: Signal,
     /// Its terminal is gone. Not told, it would end at once, with transfers open.
     hung_up: Signal,
+    /// A file is as long as it may be (RLIMIT_FSIZE): nothing asks for the end. Not taken, it would end the daemon; so
+    /// the write fails, and what the log loses is counted.
+    _file_full: Signal,
 }
+
+/// SIGXFSZ.
+const FILE_FULL: SignalKind = SignalKind::from_raw(25);
 
 impl Signals {
     fn listen() -> anyhow::Result<Signals> {
@@ -128,6 +146,7 @@ impl Signals {
             terminated: signal(SignalKind::terminate()).context("SIGTERM")?,
             interrupted: signal(SignalKind::interrupt()).context("SIGINT")?,
             hung_up: signal(SignalKind::hangup()).context("SIGHUP")?,
+            _file_full: signal(FILE_FULL).context("SIGXFSZ")?,
         })
     }
 

@@ -1,6 +1,7 @@
 //! Wire form: bincode 2, fixed-width little-endian, with a decode limit, consumed to the last byte; frames
 //! with a length before them.
 
+use bincode::error::{DecodeError, EncodeError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -72,7 +73,11 @@ impl WireError {
 pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, WireError> {
     let config = bincode::config::legacy().with_limit::<MAX_PAYLOAD>();
     let bytes = bincode::serde::encode_to_vec(value, config).map_err(|error| WireError::Unwritable {
-        cause: error.to_string(),
+        cause: match error {
+            EncodeError::OtherString(cause) => cause,
+            // What else there is, concerns types that no message has.
+            _ => format!("it has more than {MAX_PAYLOAD} bytes, or a list without a length"),
+        },
     })?;
     within(bytes.len(), MAX_PAYLOAD)?;
     Ok(bytes)
@@ -87,7 +92,7 @@ pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, WireError> {
     let (value, used) =
         bincode::serde::decode_from_slice(bytes, config).map_err(|error| WireError::Malformed {
             len: bytes.len(),
-            cause: error.to_string(),
+            cause: told(&error),
         })?;
     if used != bytes.len() {
         return Err(WireError::LeftOver {
@@ -96,6 +101,35 @@ pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, WireError> {
         });
     }
     Ok(value)
+}
+
+/// What is wrong with the bytes, for someone who does not know the decoder.
+fn told(error: &DecodeError) -> String {
+    match error {
+        DecodeError::UnexpectedEnd { additional } => {
+            format!("they end too early; at least {additional} more would have to follow")
+        }
+        DecodeError::LimitExceeded => format!("a length in them exceeds {MAX_PAYLOAD} bytes"),
+        DecodeError::Utf8 { inner } => format!("a text in them is not UTF-8: {inner}"),
+        DecodeError::InvalidBooleanValue(value) => {
+            format!("{value} stands where only 0 (no) and 1 (yes) can")
+        }
+        DecodeError::OutsideUsizeRange(value) => format!("a length of {value} is more than there can be"),
+        DecodeError::OtherString(told) => choice(told).unwrap_or_else(|| told.clone()),
+        DecodeError::Other(told) => (*told).to_owned(),
+        // Of types that no message has.
+        _ => "they are of another form".to_owned(),
+    }
+}
+
+/// An unknown variant, which serde tells in words of Rust: "invalid value: integer `9`, expected variant index 0 <= i < 2".
+fn choice(told: &str) -> Option<String> {
+    let (given, there_are) = told
+        .strip_prefix("invalid value: integer `")?
+        .split_once("`, expected variant index 0 <= i < ")?;
+    Some(format!(
+        "{given} names none of the {there_are} forms that can stand there, counted from 0"
+    ))
 }
 
 fn within(len: usize, most: usize) -> Result<(), WireError> {
@@ -256,6 +290,39 @@ mod tests {
             decode::<u64>(&bytes[..7]),
             Err(WireError::Malformed { len: 7, .. })
         ));
+    }
+
+    #[test]
+    fn what_does_not_decode_is_told_in_words() {
+        #[derive(Debug, PartialEq, serde::Deserialize)]
+        enum Either {
+            One,
+            Two(String),
+        }
+        let told = |bytes: &[u8]| match decode::<Option<Either>>(bytes) {
+            Err(error @ WireError::Malformed { .. }) => error.to_string(),
+            other => panic!("{other:?}"),
+        };
+        let text = |len: u64, of: &[u8]| [&[1, 1, 0, 0, 0], &len.to_le_bytes()[..], of].concat();
+        let cases = [
+            (vec![1, 2, 0, 0, 0], "2 names none of the 2 forms"),
+            (vec![1, 0], "end too early; at least"),
+            (text(3, b"ab"), "end too early; at least 1 more"),
+            (text(1, b"\xff"), "is not UTF-8: invalid utf-8 sequence"),
+            (text(u64::MAX / 2, b""), "exceeds 67108864 bytes"),
+            (vec![7], ""),
+        ];
+        for (bytes, words) in cases {
+            let told = told(&bytes);
+            assert!(told.contains(words), "{words:?} is not in {told:?}");
+            assert!(!told.contains(['{', '`', '(']), "{told:?}");
+        }
+        assert_eq!(decode(&text(2, b"ab")), Ok(Some(Either::Two("ab".to_owned()))));
+        let told = decode::<bool>(&[2]).unwrap_err().to_string();
+        assert!(
+            told.contains("2 stands where only 0 (no) and 1 (yes) can"),
+            "{told}"
+        );
     }
 
     #[test]

@@ -7,6 +7,7 @@ use kvferry_handshake::{Code, Mismatch, Numbered, Verdict};
 use serde::Serialize;
 
 use super::run::Checked;
+use crate::exit::Output;
 use crate::text::{bytes, counted};
 
 /// Something that happened. Times `at_us` are of the machine's monotonic clock, equal in all processes.
@@ -152,7 +153,7 @@ pub(crate) struct Teller {
 
 impl Teller {
     pub(crate) fn tell(&self, told: &Told) -> anyhow::Result<()> {
-        let mut out = std::io::stdout().lock();
+        let mut out = Output(std::io::stdout().lock());
         if self.json {
             serde_json::to_writer(&mut out, told)?;
             writeln!(out)?;
@@ -358,12 +359,8 @@ fn millis(us: u64) -> f64 {
 }
 
 fn path_names(paths: &[Path]) -> String {
-    let name = |path: &Path| match path {
-        Path::Local => "local",
-        Path::Tcp => "tcp",
-    };
     match paths {
         [] => "no path".to_owned(),
-        _ => paths.iter().map(name).collect::<Vec<_>>().join("+"),
+        _ => paths.iter().map(|path| path.name()).collect::<Vec<_>>().join("+"),
     }
 }

@@ -110,3 +110,40 @@ fn a_refusal_that_nobody_reads_is_one_all_the_same() {
         assert_eq!(run("prefill.toml", json), 3, "two prefill engines");
     }
 }
+
+/// What a script asked for and did not get is no success.
+#[test]
+fn output_that_cannot_be_written_is_a_failure_that_names_it() {
+    let pair = mha();
+    let [prefill, decode] = ["prefill.toml", "decode.toml"].map(|name| pair.file(name).display().to_string());
+    let of = ["--prefill", prefill.as_str(), "--decode", decode.as_str()];
+    let config = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../docs/examples/llama-3.1-8b/config.json"
+    );
+    let commands = [
+        vec!["--version"],
+        vec!["--help"],
+        vec!["plan", "--help"],
+        vec!["explain", "over_limit"],
+        vec!["explain"],
+        [&["check"][..], &of].concat(),
+        [&["check", "--json"][..], &of].concat(),
+        [&["plan"][..], &of, &ONE_PAGE].concat(),
+        vec!["envelope", "--config", config, "--", "vllm", "serve", "m"],
+    ];
+    for arguments in commands {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
+            .args(&arguments)
+            .stdout(full)
+            .output()
+            .unwrap();
+        let told = text(&output.stderr);
+        assert_eq!(code(&output), 1, "{arguments:?}: {told}");
+        assert!(
+            told.contains("standard output: No space left"),
+            "{arguments:?}: {told}"
+        );
+    }
+}

@@ -10,6 +10,8 @@ use std::time::Duration;
 use kvferry_control::{Fault, FrameWriter, Response};
 use kvferry_handshake::encode;
 use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tokio::net::{UnixListener, UnixStream};
 
 use super::session::{self, Reception};
@@ -26,6 +28,17 @@ pub enum ListenError {
         socket: PathBuf,
         /// The file that is locked.
         lock: PathBuf,
+    },
+    /// Something else serves it.
+    #[error(
+        "{} is served by another program, no kvferryd with this socket{}; stop it, or choose another socket",
+        socket.display(), process.map_or_else(String::new, |pid| format!(": process {pid}"))
+    )]
+    Foreign {
+        /// The socket.
+        socket: PathBuf,
+        /// Who listens, where that can be told.
+        process: Option<i32>,
     },
     /// Something else lies there.
     #[error("{} is not a socket; remove it, or choose another path", socket.display())]
@@ -86,8 +99,10 @@ impl EngineListener {
             Err(cause) => return Err(system("locking", &lock_path)(cause.into())),
         }
         not_in_the_way(path)?;
+        not_served(path)?;
         // Bound beside its place and moved there when it has its mode: nobody finds it half made.
         let fresh = with_suffix(path, ".new");
+        not_in_the_way(&fresh)?;
         match std::fs::remove_file(&fresh) {
             Err(cause) if cause.kind() != io::ErrorKind::NotFound => {
                 return Err(system("removing", &fresh)(cause));
@@ -121,6 +136,34 @@ fn not_in_the_way(path: &Path) -> Result<(), ListenError> {
         }),
         _ => Ok(()),
     }
+}
+
+/// A socket that answers is not ours to replace, either, whoever holds the lock.
+fn not_served(path: &Path) -> Result<(), ListenError> {
+    let looking = |cause: Errno| ListenError::System {
+        what: "looking whether something serves",
+        path: path.to_owned(),
+        cause: cause.into(),
+    };
+    let address = SocketAddrUnix::new(path).map_err(looking)?;
+    // One whose backlog is full must not be waited for.
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let probe = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+    let probe = probe.map_err(looking)?;
+    let process = match rustix::net::connect(&probe, &address) {
+        // Nothing is there, or nobody listens any more.
+        Err(Errno::NOENT | Errno::CONNREFUSED) => return Ok(()),
+        Ok(()) => rustix::net::sockopt::socket_peercred(&probe)
+            .ok()
+            .map(|peer| peer.pid.as_raw_nonzero().get()),
+        // Its backlog is full, or it is of another type: served.
+        Err(Errno::AGAIN | Errno::PROTOTYPE) => None,
+        Err(cause) => return Err(looking(cause)),
+    };
+    Err(ListenError::Foreign {
+        socket: path.to_owned(),
+        process,
+    })
 }
 
 fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
@@ -184,6 +227,33 @@ mod tests {
         let second = EngineListener::bind(&path, 0o600).unwrap();
         std::os::unix::net::UnixStream::connect(&path).unwrap();
         drop(second);
+    }
+
+    #[tokio::test]
+    async fn a_socket_that_another_program_serves_is_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("theirs.sock");
+        let theirs = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let refused = || EngineListener::bind(&path, 0o600).unwrap_err().to_string();
+        let error = refused();
+        let process = format!("process {}", std::process::id());
+        assert!(
+            error.contains("theirs.sock is served by another program") && error.contains(&process),
+            "{error}"
+        );
+        theirs.accept().unwrap();
+        // It accepts nobody, until its backlog is full.
+        rustix::net::listen(&theirs, 0).unwrap();
+        let waiting = std::os::unix::net::UnixStream::connect(&path).unwrap();
+        let error = refused();
+        assert!(error.contains("is served by another program"), "{error}");
+        drop((waiting, theirs));
+        std::fs::remove_file(&path).unwrap();
+        let datagrams = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+        let error = refused();
+        assert!(error.contains("is served by another program"), "{error}");
+        drop(datagrams);
+        drop(EngineListener::bind(&path, 0o600).unwrap());
     }
 
     #[tokio::test]

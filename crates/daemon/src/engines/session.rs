@@ -18,6 +18,8 @@ use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot};
 
 use super::{Admission, Seat};
+use crate::aside::{Undone, aside, caught};
+use crate::drain::shutting_down;
 use crate::log::Floods;
 use crate::metrics::Metrics;
 
@@ -137,10 +139,13 @@ pub(crate) async fn run(stream: UnixStream, seat: Arc<Seat>, reception: Arc<Rece
         attaching: None,
     };
     let greeted = tokio::select! {
-        greeted = tokio::time::timeout(HELLO_PATIENCE, session.greet()) => greeted.unwrap_or_else(|_| {
-            let waited = HELLO_PATIENCE.as_secs();
-            Err(Some(Fault::new(Code::ProtocolViolation, format!("no Hello came within {waited} seconds"))))
-        }),
+        greeted = tokio::time::timeout(HELLO_PATIENCE, caught(session.greet())) => match greeted {
+            Ok(greeted) => greeted.unwrap_or_else(|| Err(Some(Undone::Defect.fault("the greeting")))),
+            Err(_) => {
+                let waited = HELLO_PATIENCE.as_secs();
+                Err(Some(Fault::new(Code::ProtocolViolation, format!("no Hello came within {waited} seconds"))))
+            }
+        },
         cut = seat.outbox.take() => Err(cut.err()),
     };
     match greeted {
@@ -156,7 +161,9 @@ pub(crate) async fn run(stream: UnixStream, seat: Arc<Seat>, reception: Arc<Rece
             reception.admission.leave(seat.session);
         }
         Ok(()) => {
-            let cause = session.serve().await;
+            // Whatever happens in it, the driver learns of its end, and the seat is given up.
+            let served = caught(session.serve()).await;
+            let cause = served.unwrap_or_else(|| Some(Undone::Defect.fault("this connection")));
             let closed = cause.is_none();
             let cause = cause.unwrap_or_else(|| Fault::new(Code::EngineGone, "its connection closed"));
             if closed {
@@ -294,8 +301,13 @@ impl Session<'_> {
             }
             Call::Attach { envelope, rank, home } => {
                 // Takes a while where there are many ranks: others must not wait for it.
-                let envelope = tokio::task::spawn_blocking(move || Stated::new(*envelope)).await;
-                let envelope = envelope.map_err(|error| Fault::new(Code::Internal, error.to_string()))?;
+                let envelope = match aside("envelope", move || Stated::new(*envelope)).await {
+                    Ok(envelope) => envelope,
+                    Err(undone) => {
+                        self.refuse(number, undone.fault("the envelope cannot be looked at"));
+                        return Ok(());
+                    }
+                };
                 let (answered, wait) = oneshot::channel();
                 self.attaching = Some(wait);
                 self.tell(SessionEvent::Attach {
@@ -332,11 +344,11 @@ impl Session<'_> {
         let plane = self.reception.plane.clone();
         let kind = |message: String| Err(Fault::new(Code::RegionKind, message));
         // Mapping takes the kernel a while where it fills page tables.
-        let (mapping, len) = match (memory, fds) {
-            (Memory::Memfd { offset, len }, Fds::One(fd)) => (
-                tokio::task::spawn_blocking(move || plane.map_memfd(owner, fd, offset, len)),
-                len,
-            ),
+        let len = memory.len();
+        let mapped: Result<Result<_, RegisterError>, Undone> = match (memory, fds) {
+            (Memory::Memfd { offset, len }, Fds::One(fd)) => {
+                aside("map", move || plane.map_memfd(owner, fd, offset, len)).await
+            }
             (Memory::Memfd { .. }, Fds::None) => {
                 return kind(format!(
                     "no fd came with region {region}; send exactly one memfd with register"
@@ -356,10 +368,7 @@ impl Session<'_> {
                         ),
                     ));
                 };
-                (
-                    tokio::task::spawn_blocking(move || plane.map_process(owner, process, address, len)),
-                    len,
-                )
+                aside("map", move || plane.map_process(owner, process, address, len)).await
             }
             (_, Fds::Untaken) => return Err(untaken(region)),
             (Memory::Process { .. }, Fds::One(_) | Fds::Several) => {
@@ -368,10 +377,7 @@ impl Session<'_> {
                 ));
             }
         };
-        let mapped: Result<_, RegisterError> = mapping
-            .await
-            .map_err(|error| Fault::new(Code::Internal, format!("mapping region {region}: {error}")))?;
-        match mapped {
+        match mapped.map_err(|undone| undone.fault(&format!("region {region} cannot be mapped")))? {
             Ok(key) => Ok((RegionKey(key.0), len)),
             Err(error) => Err(Fault::new(error.code(), format!("region {region}: {error}"))),
         }
@@ -417,10 +423,6 @@ impl Session<'_> {
     async fn part(&mut self, why: &Fault) {
         let _ = tokio::time::timeout(PARTING_PATIENCE, self.send(&Response::Hello(Err(why.clone())))).await;
     }
-}
-
-fn shutting_down() -> Fault {
-    Fault::new(Code::Shutdown, "the daemon is shutting down")
 }
 
 /// Until an attach is answered; for ever where there is none.

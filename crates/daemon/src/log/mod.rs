@@ -6,7 +6,6 @@
 mod flood;
 mod lines;
 
-use std::backtrace::{Backtrace, BacktraceStatus};
 use std::io::{self, Write};
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,13 +42,9 @@ impl Log {
             LogFormat::Text => log.with_ansi(false).init(),
             LogFormat::Json => log.json().flatten_event(true).init(),
         }
-        std::panic::set_hook(Box::new(|panic| {
-            let trace = Backtrace::capture();
-            match trace.status() {
-                BacktraceStatus::Captured => tracing::error!("{panic}\n{trace}"),
-                _ => tracing::error!("{panic}"),
-            }
-        }));
+        // Without a backtrace: naming its frames takes memory, and the lock that the end of a process without memory
+        // waits for.
+        std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
         Ok(Log { lines })
     }
 }
@@ -85,11 +80,13 @@ impl Write for Line<'_> {
     }
 }
 
-/// Prints on standard output, for someone who may have stopped reading.
-pub fn print(text: &str) {
+/// Prints on standard output. That its reader has gone is no error: it has what it wanted.
+pub fn print(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
-    // Nobody is left who could be told.
-    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        printed => printed,
+    }
 }
 
 /// The same on standard error, before there is a log.

@@ -12,6 +12,7 @@ use tokio::time::{Instant, Sleep};
 
 use super::wire::{PeerFrame, encode, how, read};
 use super::{PeerEvent, Shared, Ticket};
+use crate::aside::{Undone, caught};
 use crate::outbox::Outbox;
 
 /// A channel on which nothing was said for so long says that it is alive.
@@ -24,10 +25,15 @@ impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 /// Runs a channel to its end.
 pub(crate) async fn run(stream: Box<dyn Stream>, name: &str, ticket: Ticket, shared: Shared) {
     let (reading, writing) = tokio::io::split(stream);
-    let cause = tokio::select! {
-        cause = receive(reading, name, &ticket, &shared) => cause,
-        cause = transmit(writing, name, &ticket.outbox, shared.timeout) => cause,
+    let life = async {
+        tokio::select! {
+            cause = receive(reading, name, &ticket, &shared) => cause,
+            cause = transmit(writing, name, &ticket.outbox, shared.timeout) => cause,
+        }
     };
+    // Whatever happens in it, the driver learns of its end.
+    let ended = caught(life).await;
+    let cause = ended.unwrap_or_else(|| Undone::Defect.fault(&format!("the channel to peer {name}")));
     let channel = ticket.channel;
     // An error means that the driver has ended, and the daemon with it.
     let _ = shared.driver.send(PeerEvent::Down { channel, cause }).await;

@@ -1,6 +1,7 @@
 //! Opens a channel to a peer.
 
 use std::io;
+use std::net::{IpAddr, ToSocketAddrs as _};
 use std::time::Duration;
 
 use kvferry_broker::PeerAddress;
@@ -14,6 +15,7 @@ use super::channel::{self, Stream};
 use super::tls::{is_of_tls, server_name};
 use super::wire::{Hello, HelloAnswer, Introduction, MAGIC, MAX_GREETING, VERSIONS, encode, how, read};
 use super::{Arrival, DialId, PeerEvent, Shared};
+use crate::aside::{Undone, aside, caught};
 use crate::config::Advertised;
 
 /// How long a TCP connection may take to stand.
@@ -24,7 +26,10 @@ pub(crate) const GREETING_PATIENCE: Duration = Duration::from_secs(5);
 /// Connects after a pause, greets, and runs the channel to its end.
 pub(crate) async fn dial(shared: Shared, peer: PeerAddress, dial: DialId, after: Duration) {
     tokio::time::sleep(after).await;
-    let cause = match attempt(&shared, &peer, dial).await {
+    let attempted = caught(attempt(&shared, &peer, dial)).await;
+    let attempted =
+        attempted.unwrap_or_else(|| Err(Undone::Defect.fault(&format!("connecting to peer {}", peer.0))));
+    let cause = match attempted {
         Ok(Some((stream, arrival))) => {
             let (ticket, wait) = oneshot::channel();
             let name = peer.0.clone();
@@ -55,6 +60,19 @@ pub(crate) async fn dial(shared: Shared, peer: PeerAddress, dial: DialId, after:
         .await;
 }
 
+/// Connects to the first address of `host` that answers.
+async fn connect(host: &str, port: u16) -> io::Result<TcpStream> {
+    if let Ok(ip) = host.parse::<IpAddr>() {
+        return TcpStream::connect((ip, port)).await;
+    }
+    let named = (host.to_owned(), port);
+    // The resolver waits for its servers.
+    let resolved = aside("resolve", move || named.to_socket_addrs().map(Vec::from_iter)).await;
+    let addresses = resolved.map_err(io::Error::other)??;
+    // All are tried in turn.
+    TcpStream::connect(addresses.as_slice()).await
+}
+
 /// `Ok(None)`: another connection of the two is preferred.
 async fn attempt(
     shared: &Shared,
@@ -72,7 +90,7 @@ async fn attempt(
         )
     };
 
-    let connect = TcpStream::connect((address.host(), address.port()));
+    let connect = connect(address.host(), address.port());
     let stream = match tokio::time::timeout(CONNECT_PATIENCE, connect).await {
         Err(_) => {
             return Err(unreachable(format!(

@@ -1,13 +1,15 @@
 //! Certificates that are renewed on disk are used without a restart.
 
 use std::os::unix::fs::MetadataExt;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use kvferry_dataplane::LaneTls;
 
 use super::tls::{Tls, TlsError, check_own};
+use crate::aside::aside;
 use crate::config::TlsFiles;
+use crate::log::Floods;
 
 /// How often the files are looked at.
 const LOOK: Duration = Duration::from_secs(2);
@@ -70,17 +72,19 @@ impl Certificates {
 
 impl Watch {
     /// Looks until it is dropped.
-    pub(crate) async fn run(mut self) {
+    pub(crate) async fn run(self) {
+        let floods = Floods::default();
+        let watch = Arc::new(Mutex::new(self));
         loop {
             tokio::time::sleep(LOOK).await;
-            // Off this thread: the disk may be a slow one.
-            let looked = tokio::task::spawn_blocking(move || {
-                self.look();
-                self
-            });
-            match looked.await {
-                Ok(watch) => self = watch,
-                Err(error) => return tracing::error!(%error, "certificates are not renewed any more"),
+            // Off this thread: the disk may be a slow one. A look that is not done now is done at the next time.
+            let watch = Arc::clone(&watch);
+            let look = move || watch.lock().unwrap_or_else(PoisonError::into_inner).look();
+            if let Err(error) = aside("certificates", look).await {
+                let what = "certificates are not looked at now, and will be again";
+                if floods.admit(what, None) {
+                    tracing::warn!(%error, "{what}");
+                }
             }
         }
     }
