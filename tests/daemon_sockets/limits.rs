@@ -5,7 +5,7 @@ use std::io::Read;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use kvferry_client::{Client, ClientError, SealedMemory};
+use kvferry_client::{Client, ClientError};
 use kvferry_handshake::Code;
 use kvferry_tests::node::{free_port, get};
 use kvferry_tests::programs::kvferryd;
@@ -62,42 +62,33 @@ fn lacks_threads(what: &str, error: ClientError) {
     }
 }
 
+/// No thread of such a daemon has ended before, whose stack a new one could have.
 #[tokio::test]
 async fn a_daemon_without_a_thread_to_spare_says_so_and_loses_nothing() {
-    let directory = tempfile::tempdir().unwrap();
-    let socket = directory.path().join("kvferryd.sock");
-    let daemon = without_spare_stacks(&socket, &[]);
-    let attached = Client::connect(&socket).await.unwrap();
-    let of = envelope("before");
-    let end = of.region_bytes(0)[&0];
-    let rank = soon("attaching", attached.attach(of, 0, None)).await.unwrap();
-    let memory = SealedMemory::create("pool", end).unwrap();
-    let before = fds(&daemon);
-
-    give_threads(&daemon, false);
-    for n in 0..10 {
-        let client = soon("connecting", Client::connect(&socket)).await.unwrap();
-        let attach = client.attach(envelope(&format!("e{n}")), 0, None);
-        lacks_threads("attach", soon("an answer", attach).await.unwrap_err());
-    }
-    let register = rank.register(0, memory.region_of(0, end).unwrap());
-    lacks_threads("register", soon("an answer", register).await.unwrap_err());
-
-    // Those that left are gone, the one that stayed goes on as soon as it can.
-    let gone = async {
-        while fds(&daemon) > before {
-            tokio::time::sleep(Duration::from_millis(10)).await;
+    for heals in [true, false] {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("kvferryd.sock");
+        let daemon = without_spare_stacks(&socket, &[]);
+        let before = fds(&daemon);
+        give_threads(&daemon, false);
+        for n in 0..10 {
+            let client = soon("connecting", Client::connect(&socket)).await.unwrap();
+            let attach = client.attach(envelope(&format!("e{n}")), 0, None);
+            lacks_threads("attach", soon("an answer", attach).await.unwrap_err());
         }
-    };
-    soon("the end of connections", gone).await;
-    give_threads(&daemon, true);
-    let register = rank.register(0, memory.region_of(0, end).unwrap());
-    soon("registering", register).await.unwrap();
-    Engine::attach(&socket, "after").await;
-
-    give_threads(&daemon, false);
-    daemon.signal(Signal::TERM);
-    assert_eq!(daemon.exit_code().await, Some(0), "an end in order");
+        let gone = async {
+            while fds(&daemon) > before {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        soon("the end of connections", gone).await;
+        if heals {
+            give_threads(&daemon, true);
+            Engine::attach(&socket, "after").await;
+        }
+        daemon.signal(Signal::TERM);
+        assert_eq!(daemon.exit_code().await, Some(0), "an end in order");
+    }
 }
 
 #[tokio::test]

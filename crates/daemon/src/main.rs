@@ -11,6 +11,9 @@ use kvferry_daemon::log::{self, Log};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
+/// Where to look when the system withholds what every start needs.
+const LIMITS: &str = "see the limits of threads (ulimit -u; pids.max of the cgroup, TasksMax= of the service), memory \
+                      (ulimit -v and -d) and files (ulimit -n)";
 /// The configuration is not good.
 const BAD_CONFIG: u8 = 2;
 
@@ -35,7 +38,7 @@ fn main() -> ExitCode {
     let _log = match Log::start(&config) {
         Ok(log) => log,
         Err(error) => {
-            log::complain(&format!("no thread for the log: {error}"));
+            log::complain(&format!("no thread for the log: {error}; {LIMITS}"));
             return ExitCode::FAILURE;
         }
     };
@@ -62,18 +65,17 @@ fn print(text: &str) -> ExitCode {
     }
 }
 
-/// The runtime, which panics where it gets no thread.
+/// The runtime. Where it gets no thread it panics, and then waits for its other threads, which nobody has told: so a
+/// panic in it is the end.
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
-    const LIMITS: &str = "no threads or fds to begin with; see the limits of threads (ulimit -u; pids.max of the cgroup, \
-                          TasksMax= of the service), memory (ulimit -v and -d) and files (ulimit -n)";
     let logged = std::panic::take_hook();
-    std::panic::set_hook(Box::new(|_| {}));
-    let built = std::panic::catch_unwind(|| tokio::runtime::Builder::new_multi_thread().enable_all().build());
+    std::panic::set_hook(Box::new(|_| {
+        log::complain(&format!("no thread to begin with; {LIMITS}"));
+        std::process::exit(1);
+    }));
+    let built = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     std::panic::set_hook(logged);
-    match built {
-        Ok(built) => built.context(LIMITS),
-        Err(_) => anyhow::bail!(LIMITS),
-    }
+    built.with_context(|| format!("no fds to begin with; {LIMITS}"))
 }
 
 async fn run(config: Config) -> anyhow::Result<()> {
