@@ -30,6 +30,20 @@ fn llama_70b(allocation: Allocation) -> Envelope {
         .unwrap()
 }
 
+/// A latent of one layer; each of two ranks holds every other 16 tokens.
+fn split_in_two() -> Envelope {
+    let launch = Launch {
+        dcp: Dcp {
+            size: 2,
+            interleave: 16,
+        },
+        ..launch(2)
+    };
+    launch
+        .envelope(&ModelShape::new("m", 1).latent(0..1, 576))
+        .unwrap()
+}
+
 fn link(envelope: &Envelope) -> Arc<LinkPlan> {
     Arc::new(LinkPlan::new(envelope, envelope).unwrap())
 }
@@ -322,16 +336,7 @@ fn page_lists_are_checked_by_name_and_number() {
 
 #[test]
 fn lists_of_all_split_ranks_may_be_of_one_length() {
-    let envelope = Launch {
-        dcp: Dcp {
-            size: 2,
-            interleave: 16,
-        },
-        ..launch(2)
-    };
-    let envelope = envelope
-        .envelope(&ModelShape::new("m", 1).latent(0..1, 576))
-        .unwrap();
+    let envelope = split_in_two();
     let check = |rank, len| check_pages(&envelope, rank, &lists(&[len]), 33, true);
     // Rank 0 holds tokens 0 to 15 and 32, rank 1 tokens 16 to 31.
     assert_eq!([code(check(0, 1)), code(check(0, 3))], [Code::PagesInvalid; 2]);
@@ -343,16 +348,7 @@ fn lists_of_all_split_ranks_may_be_of_one_length() {
 
 #[test]
 fn a_fetch_writes_the_pages_behind_the_tokens_held() {
-    let envelope = Launch {
-        dcp: Dcp {
-            size: 2,
-            interleave: 16,
-        },
-        ..launch(2)
-    };
-    let envelope = envelope
-        .envelope(&ModelShape::new("m", 1).latent(0..1, 576))
-        .unwrap();
+    let envelope = split_in_two();
     // Pages of 16. Tokens 0 to 15 and 32 to 47 are rank 0's.
     let first = |rank, from, to| {
         let written = written_pages(&envelope, rank, TokenRange { from, to });
